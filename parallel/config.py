@@ -1,0 +1,109 @@
+"""Where the parallel sizes of a role meet: one frozen object that validates itself against world and model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallel.errors import UserError
+from parallel.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands in the dense grid (Megatron-Core's order: tp fastest, then cp, dp, pp)."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallel sizes of one role. The data-parallel size is what is left of the world."""
+
+    tp: int = field(default=1, metadata={"help": "tensor-parallel size: heads and feed-forward rows are cut over it"})
+    pp: int = field(default=1, metadata={"help": "pipeline-parallel size: layers are cut into this many stages"})
+    vpp: int | None = field(default=None, metadata={"help": "virtual pipeline: model chunks per stage (needs pp > 1)"})
+    cp: int = field(default=1, metadata={"help": "context-parallel size: sequences are cut over it"})
+    ep: int = field(default=1, metadata={"help": "expert-parallel size (MoE models)"})
+    etp: int | None = field(default=None, metadata={"help": "tensor-parallel size of experts; unset: the same as tp"})
+    sequence_parallel: bool = field(default=False, metadata={"help": "cut norms and dropout along the sequence over tp (needs tp > 1)"})
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "vpp", "etp"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UserError(f"parallel.{name} is {value!r}; it must be a whole number of at least 1")
+        if self.vpp is not None and self.vpp > 1 and self.pp == 1:
+            raise UserError(f"parallel.vpp is {self.vpp} with pp 1; virtual pipeline chunks need pp of at least 2")
+        if self.sequence_parallel and self.tp == 1:
+            raise UserError("parallel.sequence_parallel is true with tp 1; it cuts over tensor-parallel ranks: set tp > 1 or turn it off")
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks on each pipeline stage."""
+        return self.vpp or 1
+
+    def dp(self, world_size: int) -> int:
+        """Data-parallel size in a world of `world_size` ranks."""
+        return world_size // (self.tp * self.pp * self.cp)
+
+    def coordinates(self, rank: int, world_size: int) -> Coordinates:
+        dp = self.dp(world_size)
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        return Coordinates(tp, cp, rest % dp, rest // dp)
+
+    def rank_of(self, at: Coordinates, world_size: int) -> int:
+        return at.tp + self.tp * (at.cp + self.cp * (at.dp + self.dp(world_size) * at.pp))
+
+    def layers(self, model: ModelConfig, pp_rank: int, chunk: int = 0) -> range:
+        """Global indices of the layers that chunk `chunk` of stage `pp_rank` holds (even split)."""
+        per_chunk = model.num_layers // (self.pp * self.chunks)
+        start = (chunk * self.pp + pp_rank) * per_chunk
+        return range(start, start + per_chunk)
+
+    def validate(self, world_size: int, model: ModelConfig, role: str = "actor") -> None:
+        """Refuse sizes that do not fit, before any process group exists. Raises UserError with all the numbers."""
+        self._fit_world(world_size, role)
+        self._fit_model(model, role)
+
+    def _fit_world(self, world_size: int, role: str) -> None:
+        where = f"{role}.parallel"
+        for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)):
+            if size > world_size:
+                raise UserError(f"{where}: {name}={size} is larger than the world of {world_size} ranks; start more ranks or lower {name}")
+        dense = self.tp * self.pp * self.cp
+        if world_size % dense:
+            fits = [w for w in (world_size // dense * dense, (world_size // dense + 1) * dense) if w]
+            raise UserError(f"{where}: tp {self.tp} x pp {self.pp} x cp {self.cp} = {dense} does not divide the world of {world_size} ranks; "
+                            f"start {' or '.join(map(str, fits))} ranks, or choose sizes whose product divides {world_size}")
+        etp = self.etp or self.tp
+        expert = etp * self.ep * self.pp
+        if (self.ep > 1 or self.etp) and world_size % expert:
+            default = " (etp is unset and defaults to tp; set etp=1)" if self.etp is None and self.tp > 1 else ""
+            raise UserError(f"{where}: etp {etp} x ep {self.ep} x pp {self.pp} = {expert} does not divide the world of {world_size} ranks{default}")
+
+    def _fit_model(self, model: ModelConfig, role: str) -> None:
+        where = f"{role}.parallel"
+        if self.ep > 1 or (self.etp or 1) > 1:
+            raise UserError(f"{where}: ep={self.ep}, etp={self.etp}: {model.family} has no experts; set ep=1 and leave etp unset")
+        if self.cp > 1:
+            raise UserError(f"{where}: cp={self.cp} is not supported by this version's attention; set cp=1")
+        for name, size in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
+            if size % self.tp:
+                raise UserError(f"{where}: tp={self.tp} does not divide {name} {size} of the model; tp may be {_divisors(model)}")
+        if model.num_kv_heads % self.tp and self.tp % model.num_kv_heads:
+            raise UserError(f"{where}: tp={self.tp} and num_key_value_heads {model.num_kv_heads} do not divide each other; tp may be {_divisors(model)}")
+        stages = self.pp * self.chunks
+        if model.num_layers % stages:
+            fits = [n for n in range(1, model.num_layers + 1) if model.num_layers % n == 0]
+            raise UserError(f"{where}: {model.num_layers} layers do not split evenly over pp {self.pp} x vpp {self.chunks} = {stages}; "
+                            f"pp x vpp may be {', '.join(map(str, fits[:12]))}")
+
+
+def _divisors(model: ModelConfig) -> str:
+    fits = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0 and model.intermediate_size % n == 0
+            and (model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0)]
+    return ", ".join(map(str, fits))

@@ -1,0 +1,155 @@
+"""The architecture of a model, read from a Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling of rotary embeddings (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches that all layouts, Megatron-Core and the engine derive from.
+
+    `hf` keeps the source `config.json` as it was read, for export.
+    """
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tied: bool = False
+    qkv_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    init_std: float = 0.02
+    dtype: str = "float32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    make_vocab_size_divisible_by: int = 128
+    hf: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"model: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key (and of the value) projection."""
+        return self.num_kv_heads * self.head_dim
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Vocabulary rows that Megatron-Core holds over `tp` ranks (a multiple of divisor x tp)."""
+        multiple = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    def with_options(self, **changes: Any) -> ModelConfig:
+        return replace(self, **changes)
+
+    @classmethod
+    def from_directory(cls, directory: str | Path, **changes: Any) -> ModelConfig:
+        """Read `directory/config.json`. Raises UserError where the directory, file or family cannot be used."""
+        path = Path(directory)
+        if not path.is_dir():
+            raise UserError(f"model directory {str(directory)!r} does not exist; give a directory with config.json and *.safetensors")
+        if not (path / "config.json").is_file():
+            raise UserError(f"model directory {str(directory)!r} has no config.json; give a Hugging Face model directory")
+        try:
+            data = json.loads((path / "config.json").read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path / 'config.json'} is not valid JSON: {error}") from None
+        return cls.from_hf(data, **changes)
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], **changes: Any) -> ModelConfig:
+        """Build from a config dictionary. Raises UserError for a family or an option that is not supported."""
+        from parallel.families import family_of  # families read this module's types
+
+        family = family_of(hf)
+        try:
+            hidden, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
+            values: dict[str, Any] = dict(
+                family=family.name, hidden_size=hidden, num_heads=heads,
+                intermediate_size=int(hf["intermediate_size"]), num_layers=int(hf["num_hidden_layers"]),
+                num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+                head_dim=int(hf.get("head_dim") or hidden // heads), vocab_size=int(hf["vocab_size"]),
+            )
+        except KeyError as error:
+            raise UserError(f"model config.json ({family.name}) lacks the key {error}") from None
+        theta, scaling = _rope(hf)
+        eos = hf.get("eos_token_id")
+        values.update(
+            max_position_embeddings=int(hf.get("max_position_embeddings") or 2048),
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)), rope_theta=theta, rope_scaling=scaling,
+            init_std=float(hf.get("initializer_range") or 0.02),
+            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
+            bos_token_id=hf.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), hf=dict(hf),
+        )
+        _refuse_unsupported(hf, family.name)
+        values.update(family.read(hf))
+        values.update(changes)
+        return cls(**values)
+
+
+def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling, from either place: transformers 5 `rope_parameters` or the older top-level keys."""
+    parameters = hf.get("rope_parameters") or {}
+    old = hf.get("rope_theta")
+    new = parameters.get("rope_theta")
+    if old is not None and new is not None and float(old) != float(new):
+        raise UserError(f"model config.json gives two rotary bases: rope_theta {old} and rope_parameters.rope_theta {new}; keep one")
+    if old is None and new is None:
+        logger.warning("model config.json gives no rope_theta; using the transformers default 10000.0")
+    theta = float(new if new is not None else old if old is not None else 10000.0)
+    scaling = parameters if parameters.get("rope_type", "default") != "default" else hf.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"model config.json: rope scaling {kind!r} is not supported; supported: default, llama3")
+    return theta, RopeScaling(float(scaling["factor"]), float(scaling["low_freq_factor"]),
+                              float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]))
+
+
+def _refuse_unsupported(hf: dict[str, Any], family: str) -> None:
+    """Options that would change the computation and are not built are refused by name."""
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UserError(f"model config.json ({family}): hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
+    if hf.get("mlp_bias"):
+        raise UserError(f"model config.json ({family}): mlp_bias true is not supported")
+    if hf.get("quantization_config"):
+        raise UserError(f"model config.json ({family}): quantised checkpoints are not supported; give a bf16 or fp32 directory")
+    if hf.get("pretraining_tp", 1) not in (1, None):
+        raise UserError(f"model config.json ({family}): pretraining_tp {hf['pretraining_tp']} is not supported; it must be 1")
