@@ -1,0 +1,196 @@
+"""One role's model in training: Megatron's DDP, optimizer, schedule and one forward/backward over micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.config import Coordinates, ParallelConfig
+from parallel.device import Device
+from parallel.groups import RoleGroups, role_groups
+from parallel.log_probs import vocab_parallel_log_probs
+from parallel.micro_batch import MicroBatch
+from parallel.model import build_modules, choose_layer_implementation, named_tensors, torch_dtype, transformer_config
+from parallel.model_config import ModelConfig
+
+# (micro-batch, log-probs [sequences, tokens - 1], entropy [sequences, tokens - 1]) -> (loss to differentiate, outputs)
+LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule (counted in optimizer steps) and gradient clipping."""
+
+    lr: float = field(default=1e-6, metadata={"help": "peak learning rate"})
+    min_lr: float = field(default=0.0, metadata={"help": "learning rate at the end of a decaying schedule"})
+    beta1: float = field(default=0.9, metadata={"help": "Adam's decay of the first moment"})
+    beta2: float = field(default=0.95, metadata={"help": "Adam's decay of the second moment"})
+    eps: float = field(default=1e-8, metadata={"help": "Adam's epsilon"})
+    weight_decay: float = field(default=0.0, metadata={"help": "decoupled weight decay (not applied to norms and biases)"})
+    clip_grad: float = field(default=1.0, metadata={"help": "largest global gradient norm; 0 turns clipping off"})
+    warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
+    schedule: str = field(default="constant", metadata={"help": "after warm-up: constant, linear or cosine decay to min_lr"})
+    decay_steps: int | None = field(default=None, metadata={"help": "optimizer steps until min_lr is reached, warm-up included (for linear and cosine)"})
+    distributed: bool = field(default=True, metadata={"help": "cut optimizer state over data-parallel ranks (Megatron's distributed optimizer)"})
+
+
+@dataclass(eq=False)
+class TrainingModel:
+    """A role's model on this rank. `modules` are the bare GPTModels, `chunks` what the schedule runs (DDP where trained)."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    dtype: torch.dtype
+    device: Device
+    groups: RoleGroups
+    config: Any
+    modules: list[Any]
+    chunks: list[Any]
+    at: Coordinates
+    optimizer: Any = None
+    scheduler: Any = None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, Megatron-Core's parallel state is this role's."""
+        with self.groups.entered():
+            yield
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """This rank's parameters by mcore layout name; writing into them needs `reload_main_params` afterwards."""
+        return named_tensors(self.modules)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank reports results: the last pipeline stage's first tensor-parallel rank."""
+        return self.at.pp == self.parallel.pp - 1 and self.at.tp == 0 and self.at.cp == 0
+
+    def reload_main_params(self) -> None:
+        """Copy parameters into the optimizer's fp32 main parameters, after weights were loaded."""
+        if self.optimizer is not None:
+            with self.entered():
+                self.optimizer.reload_model_params()
+
+    def forward_backward(self, micro_batches: list[MicroBatch], loss_function: LossFunction, temperature: float = 1.0,
+                         forward_only: bool = False) -> list[dict[str, Any]]:
+        """Run the schedule; returns the loss function's outputs of every micro-batch (on the last stage, else empty).
+
+        The gradient is the sum over micro-batches and data-parallel ranks of the gradients of the returned losses:
+        weights that come from global counts make it independent of the split.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with self.entered(), torch.set_grad_enabled(not forward_only):
+            for module in self.modules:
+                module.train(not forward_only)
+            if not forward_only:
+                for chunk in self.chunks:
+                    chunk.zero_grad_buffer()
+                self.optimizer.zero_grad()
+            iterators = [iter(micro_batches) for _ in self.chunks]
+            return get_forward_backward_func()(
+                forward_step_func=self._forward_step(loss_function, temperature),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0], num_microbatches=len(micro_batches),
+                seq_length=max(m.tokens.shape[1] for m in micro_batches),
+                micro_batch_size=max(m.tokens.shape[0] for m in micro_batches), forward_only=forward_only)
+
+    def _forward_step(self, loss_function: LossFunction, temperature: float) -> Callable[..., Any]:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            micro_batch = next(iterator)
+            output = chunk(micro_batch.tokens, micro_batch.positions, None)
+
+            def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                log_probs, entropy = vocab_parallel_log_probs(
+                    logits[:, :-1], micro_batch.tokens[:, 1:], self.model.vocab_size, temperature, group)
+                value, outputs = loss_function(micro_batch, log_probs, entropy)
+                # the count is Megatron's, for its own division, which `_finalize_gradients` leaves out
+                return value, torch.ones((), dtype=torch.int, device=value.device), outputs
+
+            return output, loss
+
+        return forward_step
+
+    def optimizer_step(self) -> tuple[float, float]:
+        """Clip, apply and schedule. Returns (gradient norm before clipping, learning rate used).
+
+        Raises FloatingPointError where the gradient is not finite: nothing is applied.
+        """
+        with self.entered():
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            succeeded, grad_norm, _ = self.optimizer.step()
+            if not succeeded or grad_norm is None or not torch.isfinite(torch.as_tensor(float(grad_norm))):
+                raise FloatingPointError(f"the gradient norm is {grad_norm}: a loss or a weight is not finite")
+            self.scheduler.step(increment=1)
+        return float(grad_norm), lr
+
+
+def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Device, rank: int, world_size: int, seed: int,
+          optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto") -> TrainingModel:
+    """Build a role's model on every rank (a collective). Without `optimizer` it is frozen: forward passes only.
+
+    Weights are whatever memory held: load them (`checkpoint.hf.read_hf` into `.tensors`), then `reload_main_params`.
+    """
+    groups = role_groups(parallel, seed)
+    implementation = choose_layer_implementation(layer_implementation, device)
+    with groups.entered():
+        config = transformer_config(model, parallel, torch_dtype(dtype), implementation)
+        modules = build_modules(model, parallel, config, implementation)
+        for module in modules:
+            module.to(device.torch)
+        built = TrainingModel(model, parallel, torch_dtype(dtype), device, groups, config, modules, list(modules),
+                              parallel.coordinates(rank, world_size))
+        if optimizer is None:
+            for module in modules:
+                module.requires_grad_(False)
+        else:
+            _make_trainable(built, optimizer)
+    return built
+
+
+def _make_trainable(built: TrainingModel, options: OptimizerConfig) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    bf16 = built.dtype == torch.bfloat16
+    if built.device.type == "cpu":
+        from parallel.cpu_adaptation import name_cuda_types
+
+        for module in built.modules:
+            name_cuda_types(module.parameters())
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=options.distributed, grad_reduce_in_fp32=bf16)
+    built.chunks = [DistributedDataParallel(built.config, ddp, module) for module in built.modules]
+    built.config.finalize_model_grads_func = _finalize_gradients
+    built.optimizer = get_megatron_optimizer(MegatronOptimizerConfig(
+        optimizer="adam", lr=options.lr, min_lr=options.min_lr, adam_beta1=options.beta1, adam_beta2=options.beta2,
+        adam_eps=options.eps, weight_decay=options.weight_decay, clip_grad=options.clip_grad, bf16=bf16,
+        params_dtype=built.dtype, use_distributed_optimizer=options.distributed), built.chunks)
+    built.scheduler = _scheduler(built.optimizer, options)
+
+
+def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reductions over DP, TP and tied embeddings, without its division: our losses carry global weights."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _scheduler(optimizer: Any, o: OptimizerConfig) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=o.lr, min_lr=o.min_lr, lr_warmup_steps=o.warmup_steps,
+        lr_decay_steps=o.decay_steps or max(o.warmup_steps + 1, 1 << 40), lr_decay_style=o.schedule,
+        start_wd=o.weight_decay, end_wd=o.weight_decay, wd_incr_steps=0, wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True)

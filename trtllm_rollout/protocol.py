@@ -1,0 +1,137 @@
+"""What every engine understands: token ids in, token ids out, weights in place, one committed version at a time.
+
+The life of an engine between two updates of the policy:
+
+    engine.begin_update()                       # refuses from here on; every cached key, value and prefix is dropped
+    move(plan, ..., engine.weights())           # whoever owns the plan writes into the engine's own tensors
+    engine.commit(version, checksums)           # the engine may generate again, once its weights match the checksums
+    completions = engine.generate(requests)
+
+On tensor-parallel ranks every rank makes the same calls in the same order and receives the same completions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from parallel.errors import UserError
+from resharding.layout import Layout
+
+
+class EngineRefuses(RuntimeError):
+    """The engine will not generate: nothing committed, asleep, or weights that are not what was committed."""
+
+
+def _whole(name: str, value: Any, least: int, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}{what}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Raises UserError where a value cannot be used.
+
+    Order of the cuts (as in transformers and TensorRT-LLM): temperature, then top-k, then top-p over what top-k left.
+    """
+
+    temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 takes the most likely token (greedy)"})
+    top_k: int = field(default=0, metadata={"help": "keep the k most likely tokens; 0 keeps all"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the smallest set of tokens whose probability reaches p; 1 keeps all"})
+    max_tokens: int = field(default=16, metadata={"help": "most tokens generated for one sample"})
+    stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "ids that end a sample; the id stays in its tokens"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number")
+        if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1 keeps all tokens)")
+        _whole("top_k", self.top_k, 0, " (0 keeps all tokens)")
+        _whole("max_tokens", self.max_tokens, 1, "")
+        for token in self.stop_token_ids:
+            _whole("a stop token id", token, 0, "")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how often to continue it.
+
+    `stream` names the source of randomness, by convention (seed, step, prompt); sample k draws from (*stream, k) and from
+    nothing else, so it comes out the same in any batch, in any order, on any number of ranks and after a restart.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    samples: int = 1
+    stream: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt_ids):
+            raise UserError(f"request {self.request_id}: the prompt is empty; give at least one token (a bos token will do)")
+        _whole(f"request {self.request_id}: samples", self.samples, 1, "")
+        for part in self.stream:
+            _whole(f"request {self.request_id}: a part of the random stream", part, 0, "")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample of a request.
+
+    `token_ids` [tokens] keeps the stop token. `log_probs` [tokens] are natural logarithms of the sampled tokens' probability
+    under the full softmax of logits / temperature, *before* the top-k and top-p cuts; greedy samples report temperature 1.
+    `versions` [tokens] names the weights that made each token. `finish_reason` is "stop", "length" or "abort".
+    """
+
+    request_id: int
+    sample: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """What generates tokens. The embedded engine and the TensorRT-LLM driver both satisfy it."""
+
+    @property
+    def version(self) -> int | None:
+        """The committed weights version; None before the first commit and during an update."""
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The `trtllm` layouts of all tensor-parallel ranks of this engine, in rank order."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """This rank's resident tensors by layout name; the same storage for the engine's life. Write only after begin_update."""
+
+    def begin_update(self) -> None:
+        """Stop generating, end unfinished samples as "abort" and drop every cached key, value and prefix."""
+
+    def commit(self, version: int, checksums: Mapping[str, int] | None = None) -> None:
+        """Declare the resident weights to be `version`. `checksums` maps canonical names to what they must add up to."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises UserError for a prompt that does not fit or has ids outside the vocabulary."""
+
+    def stream(self) -> Iterator[Completion]:
+        """Completions as they finish, until all submitted work is done. Raises EngineRefuses."""
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End these requests now; what they have so far is streamed with finish reason "abort"."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submit and stream to the end; ordered by request, then sample. Raises UserError and EngineRefuses."""
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Free the storage of "kv_cache" and/or "weights"."""
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the storage back. Weights come back empty: begin_update, fill and commit before generating."""
+
+    def stats(self) -> dict[str, float]:
+        """Counts and seconds since the last commit: tokens, seconds, tokens_per_second, prefill_tokens, checksum_seconds, ..."""
