@@ -1,0 +1,1 @@
+"""The program: configuration, data, rewards, algorithms, roles, the loop, the command line."""

@@ -56,7 +56,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         normalization="RMSNorm", layernorm_epsilon=model.rms_norm_eps, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, add_qkv_bias=model.qkv_bias,
         init_method_std=model.init_std, hidden_dropout=0.0, attention_dropout=0.0,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, perform_initialization=False,
+        # perform_initialization stays on: without it Megatron does not mark tensor-parallel parameters, and the gradient
+        # norm silently loses those of all ranks but the first
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp, context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel, variable_seq_lengths=parallel.pp > 1 and parallel.chunks == 1,
@@ -69,7 +71,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
 
 
 def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, implementation: str) -> list[Any]:
-    """One GPTModel per model chunk of this rank, inside the role's entered groups. Weights are not initialised."""
+    """One GPTModel per model chunk of this rank, inside the role's entered groups, with random weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,19 +24,23 @@ LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, An
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule (counted in optimizer steps) and gradient clipping."""
+    """AdamW, clipping by global norm (0: none) and the learning-rate schedule, which counts optimizer steps.
 
-    lr: float = field(default=1e-6, metadata={"help": "peak learning rate"})
-    min_lr: float = field(default=0.0, metadata={"help": "learning rate at the end of a decaying schedule"})
-    beta1: float = field(default=0.9, metadata={"help": "Adam's decay of the first moment"})
-    beta2: float = field(default=0.95, metadata={"help": "Adam's decay of the second moment"})
-    eps: float = field(default=1e-8, metadata={"help": "Adam's epsilon"})
-    weight_decay: float = field(default=0.0, metadata={"help": "decoupled weight decay (not applied to norms and biases)"})
-    clip_grad: float = field(default=1.0, metadata={"help": "largest global gradient norm; 0 turns clipping off"})
-    warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
-    schedule: str = field(default="constant", metadata={"help": "after warm-up: constant, linear or cosine decay to min_lr"})
-    decay_steps: int | None = field(default=None, metadata={"help": "optimizer steps until min_lr is reached, warm-up included (for linear and cosine)"})
-    distributed: bool = field(default=True, metadata={"help": "cut optimizer state over data-parallel ranks (Megatron's distributed optimizer)"})
+    `schedule` is constant, linear or cosine: from `lr` after `warmup_steps` down to `min_lr` at `decay_steps`. `distributed`
+    cuts the optimizer state over data-parallel ranks.
+    """
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    decay_steps: int | None = None
+    distributed: bool = True
 
 
 @dataclass(eq=False)
@@ -139,7 +143,7 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
           optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto") -> TrainingModel:
     """Build a role's model on every rank (a collective). Without `optimizer` it is frozen: forward passes only.
 
-    Weights are whatever memory held: load them (`checkpoint.hf.read_hf` into `.tensors`), then `reload_main_params`.
+    Weights are random: load them (`checkpoint.hf.read_hf` into `.tensors`), then `reload_main_params`.
     """
     groups = role_groups(parallel, seed)
     implementation = choose_layer_implementation(layer_implementation, device)

@@ -20,7 +20,7 @@ from resharding.errors import WeightsError
 from resharding.layout import Layout
 
 MASK = (1 << 64) - 1
-CHUNK = 1 << 20  # elements widened to int64 at a time: stays in cache and bounds memory
+CHUNK = 1 << 17  # elements widened to int64 at a time: 1 MB stays in cache
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,7 +52,7 @@ def region_checksum(values: torch.Tensor, region: Box, dtype: torch.dtype) -> to
     for start in range(0, values.shape[0], rows):
         bits = values[start:start + rows].to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
         for weight in reversed(weights[1:]):
-            bits = bits.mul_(weight).sum(-1)
+            bits = (bits * weight).sum(-1)  # not in place: 8-byte values are a view of the tensor itself
         total += (bits * weights[0][start:start + rows]).sum()
     return total
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from resharding.agreement import agree
+from resharding.agreement import together
 from resharding.checksum import piece_checksums, verify
 from resharding.errors import CoverageError
 from resharding.layout import Layout, check_tensors
@@ -55,20 +55,22 @@ class WeightSync:
         """Collective over all ranks of both parties: bring the engine to `version` of the source weights.
 
         A rank outside the engine's party passes `engine=None`, one outside the trainer's passes no tensors. Raises on every
-        rank (WeightsError where weights are at fault, else SyncError) where any rank fails; no rank has then committed,
-        engines keep refusing to generate, and the next sync that succeeds recovers them.
+        rank where any rank fails (WeightsError where weights are at fault, SyncError for anything else); no rank has then
+        committed, engines keep refusing to generate, and the next sync that succeeds recovers them.
         """
         started = time.perf_counter()
         what = f"weights version {version} is not committed"
-        weights: Mapping[str, torch.Tensor] = {}
-        error: Exception | None = None
-        try:
+        with together(what, self.group):
             weights = self._prepare(source_tensors, engine)
-        except Exception as caught:
-            error = caught
-        agree(what, error, group=self.group)
         checksums, checksum_seconds = self._move(what, source_tensors, weights)
-        self._commit(what, engine, version, checksums)
+        try:
+            with together(what, self.group):
+                if engine is not None:
+                    engine.commit(version, checksums)
+        except Exception:
+            if engine is not None:  # engines that did commit must refuse like the one that could not
+                engine.begin_update()
+            raise
         return SyncReport(self.plan.bytes_written, time.perf_counter() - started, checksum_seconds, version)
 
     def _prepare(self, source_tensors: Mapping[str, torch.Tensor], engine: WeightsReceiver | None) -> Mapping[str, torch.Tensor]:
@@ -84,35 +86,17 @@ class WeightSync:
 
     def _move(self, what: str, source_tensors: Mapping[str, torch.Tensor],
               weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], float]:
-        """Move and compute the checksums of the source, in which replicas (tied copies, data parallel) must agree."""
-        error: Exception | None = None
-        values: list[int] = []
-        seconds = 0.0
-        try:
+        """Move, and compute the checksums of the source, in which replicas (tied copies, data parallel) must agree."""
+        with together(what, self.group) as step:
             point_to_point.execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes)
             begun = time.perf_counter()
             values = piece_checksums(self._source, source_tensors, self._dtypes) if self._source is not None else []
             seconds = time.perf_counter() - begun
-        except Exception as caught:
-            error = caught
-        gathered = dict(agree(what, error, (self.rank, values), self.group))
+            step.payload = (self.rank, values)
         begun = time.perf_counter()
-        checksums = verify(self.sources, [gathered[layout.rank] for layout in self.sources])
+        gathered = dict(step.payloads)
+        checksums = verify(self.sources, [gathered[layout.rank] for layout in self.sources])  # the same on every rank
         return checksums, seconds + time.perf_counter() - begun
-
-    def _commit(self, what: str, engine: WeightsReceiver | None, version: int, checksums: dict[str, int]) -> None:
-        error: Exception | None = None
-        try:
-            if engine is not None:
-                engine.commit(version, checksums)
-        except Exception as caught:
-            error = caught
-        try:
-            agree(what, error, group=self.group)
-        except Exception:
-            if engine is not None:  # engines that did commit must refuse like the one that could not
-                engine.begin_update()
-            raise
 
 
 def _destination_dtypes(destinations: Sequence[Layout]) -> dict[str, torch.dtype]:

@@ -46,13 +46,17 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
         moved = copy_own(plan, source, destination, rank).bytes
     except Exception as error:
         failures.append(error)
-    device = next((t.device for tensors in (destination, source) for t in tensors.values()), torch.device("cpu")) \
-        if not failures else torch.device("cpu")
+    device = _message_device(group) if plan.bytes_moved else torch.device("cpu")
     for exchange in _rounds(plan, rank, bucket_bytes):
         moved += _exchange(exchange, source, destination, device, group, failures)
     if failures:
         raise failures[0]
     return MoveReport(moved, time.perf_counter() - started)
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where messages must live: NCCL sends from its GPU, gloo from host memory, wherever the tensors are."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
 @torch.no_grad()

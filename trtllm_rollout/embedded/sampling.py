@@ -94,10 +94,13 @@ def truncate(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> t
     if bool(short.any()):
         rows = torch.nonzero(short).flatten()
         keep[rows], threshold[rows] = _cut(probs[rows].sort(-1, descending=True).values, k[rows], top_p[rows], torch.ones(len(rows)))
-    above = probs > threshold[:, None]
-    ties = probs == threshold[:, None]
-    room = keep - above.sum(-1)
-    kept = above | (ties & (ties.cumsum(-1) <= room[:, None]))
+    kept = probs >= threshold[:, None]
+    crowded = torch.nonzero(kept.sum(-1) > keep).flatten()
+    if len(crowded):
+        some, value = probs[crowded], threshold[crowded, None]
+        above, ties = some > value, some == value
+        room = (keep[crowded] - above.sum(-1))[:, None]
+        kept[crowded] = above | (ties & (ties.cumsum(-1) <= room))
     return torch.where(kept, probs, 0.0)
 
 

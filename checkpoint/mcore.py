@@ -1,0 +1,92 @@
+"""A model alone in Megatron's distributed format: what `mcore:DIR` means on the command line.
+
+    DIR/weights/        Megatron's `torch_dist` checkpoint; does not depend on the parallel layout that wrote it
+    DIR/hf/             config.json, tokenizer and chat template, as in a Hugging Face directory
+    DIR/metadata.json   format, dtype and vocabulary padding
+    DIR/manifest.json   size and digest of every file
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.distributed import OPTIMIZER_PREFIX, load_model_state, load_sharded, model_state, save_sharded
+from checkpoint.hf_config import write_companions
+from checkpoint.publish import whole_directory
+from checkpoint.run_state import verify
+from checkpoint.together import on_rank_zero
+from parallel.errors import UserError
+from parallel.model_config import ModelConfig
+from parallel.training import TrainingModel
+
+FORMAT = "mcore-rl model 1"
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """What `metadata.json` says."""
+
+    format: str
+    dtype: str
+    make_vocab_size_divisible_by: int
+
+
+def save_model(directory: str | Path, training: TrainingModel, source_hf_dir: str | Path | None = None, overwrite: bool = False) -> None:
+    """Collective: write the weights of `training` to `directory`, whole or not at all.
+
+    Tokenizer files are copied from `source_hf_dir`. Raises UserError where `directory` exists and `overwrite` is not set.
+    """
+    target = Path(directory)
+    on_rank_zero(lambda: _refuse_existing(target, overwrite), f"writing {target}")
+    with whole_directory(target) as temporary:
+        with training.entered():
+            state = model_state(training)
+        save_sharded(temporary / "weights", state)
+        on_rank_zero(lambda: _write_companions(temporary, training, source_hf_dir), f"writing {target}")
+
+
+def _refuse_existing(target: Path, overwrite: bool) -> None:
+    if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"output directory {str(target)!r} exists and is not empty; give another one or delete it")
+
+
+def _write_companions(directory: Path, training: TrainingModel, source: str | Path | None) -> None:
+    dtype = str(training.dtype).removeprefix("torch.")
+    (directory / "hf").mkdir()
+    write_companions(directory / "hf", training.model, dtype, source)
+    facts = {"format": FORMAT, "dtype": dtype, "make_vocab_size_divisible_by": training.model.make_vocab_size_divisible_by}
+    (directory / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def read_metadata(directory: str | Path) -> ModelDirectory:
+    """`metadata.json` of a model directory. Raises UserError for anything that `save_model` did not write."""
+    path = Path(directory) / "metadata.json"
+    try:
+        data = json.loads(path.read_text())
+        if data.get("format") != FORMAT:
+            raise UserError(f"{path} has format {data.get('format')!r}; allowed: {FORMAT!r}; write it with `mcore-rl convert hf:DIR mcore:DIR`")
+        return ModelDirectory(data["format"], str(data["dtype"]), int(data["make_vocab_size_divisible_by"]))
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{str(directory)!r} is no model in Megatron's format ({path.name}: {error}); write it with `mcore-rl convert hf:DIR mcore:DIR`") from None
+
+
+def model_config_of(directory: str | Path) -> ModelConfig:
+    """The architecture of a model directory; its `hf/` is where the tokenizer is read from."""
+    found = read_metadata(directory)
+    return ModelConfig.from_directory(Path(directory) / "hf", dtype=found.dtype, make_vocab_size_divisible_by=found.make_vocab_size_divisible_by)
+
+
+def load_model(directory: str | Path, training: TrainingModel) -> None:
+    """Collective: read the weights of a model directory into `training`, under any layout. Damage is found by its manifest.
+
+    Raises UserError for a damaged directory or another model's.
+    """
+    verify(directory)
+    with training.entered():
+        state = model_state(training)
+    load_model_state(training, load_sharded(Path(directory) / "weights", state, ignore=OPTIMIZER_PREFIX))
+    training.reload_main_params()

@@ -1,0 +1,158 @@
+"""The whole configuration, and the rules between its sections: what contradicts, and what has no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mcore_rl.config.fields import option
+from mcore_rl.config.sections import (
+    ActorConfig, AlgorithmConfig, CheckpointConfig, CriticConfig, DataConfig, EvaluationConfig, LogConfig, ModelSection,
+    ReferenceConfig, RewardConfig, RolloutConfig, RunConfig, SftConfig, WarmUpConfig)
+from mcore_rl.config.yaml_tree import NULL_WORDS
+from parallel.errors import UserError
+
+KINDS = ("train", "sft", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A complete, valid configuration of one command (`kind`). Raises UserError where sections contradict each other."""
+
+    kind: str
+    run: RunConfig = option("the run directory, its length and how ranks start")
+    model: ModelSection = option("the model that is trained")
+    actor: ActorConfig = option("the policy: parallel layout, optimizer, batching", section=ActorConfig)
+    critic: CriticConfig = option("the value model (not in this version)", section=CriticConfig)
+    reference: ReferenceConfig = option("the frozen model of the KL penalty", section=ReferenceConfig)
+    rollout: RolloutConfig = option("generation", section=RolloutConfig)
+    algorithm: AlgorithmConfig = option("advantages and loss", section=AlgorithmConfig)
+    data: DataConfig = option("prompts")
+    reward: RewardConfig = option("what a response is worth", section=RewardConfig)
+    evaluation: EvaluationConfig = option("held-out prompts", section=EvaluationConfig)
+    checkpoint: CheckpointConfig = option("checkpoints", section=CheckpointConfig)
+    log: LogConfig = option("what is shown and written", section=LogConfig)
+    sft: SftConfig | None = option("supervised fine-tuning (only for mcore-rl sft)", None)
+    warm_up: WarmUpConfig | None = option("a supervised run that makes the model first (only for mcore-rl train)", None)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"kind {self.kind!r} of configuration; allowed: {', '.join(KINDS)}")
+        problems = [text for broken, text in _contradictions(self) if broken]
+        if problems:
+            raise UserError("\n".join(problems))
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.sft.steps if self.kind == "sft" and self.sft else self.run.steps * self.actor.updates_per_step
+
+    @property
+    def log_prob_gap_gate(self) -> float | None:
+        """algorithm.log_prob_gap_max with auto resolved; None: no gate."""
+        exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32"
+        value = self.algorithm.log_prob_gap_max
+        return (1e-3 if exact else None) if value == "auto" else value  # type: ignore[return-value]
+
+    @property
+    def ratio_deviation_gate(self) -> float | None:
+        """algorithm.ratio_deviation_max with auto resolved; None: no gate."""
+        value = self.algorithm.ratio_deviation_max
+        return (1e-4 if self.model.dtype == "float32" else None) if value == "auto" else value  # type: ignore[return-value]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the keys that have no effect here."""
+        return _plain(self, "", dict(inapplicable(self)))
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; loading it again for the same kind gives an equal Config."""
+        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text in NULL_WORDS else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _plain(section: Any, path: str, without: dict[str, str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for item in dataclasses.fields(section):
+        full = f"{path}{item.name}"
+        value = getattr(section, item.name)
+        if full in without or full == "kind" or (path == "" and value is None):
+            continue
+        result[item.name] = _plain(value, full + ".", without) if dataclasses.is_dataclass(value) else (
+            list(value) if isinstance(value, tuple) else value)
+    return result
+
+
+def inapplicable(c: Config) -> list[tuple[str, str]]:
+    """Keys that have no effect in `c`, as (path, why). A set key at or below such a path is an error."""
+    rules: list[tuple[bool, list[str], str]] = [
+        (c.kind == "sft", ["rollout", "algorithm", "reward", "evaluation", "reference", "critic", "warm_up", "run.steps", "run.only",
+                           "actor.updates_per_step", "actor.log_prob_micro_batch_size", "actor.skip_old_log_probs", "run.strict",
+                           "log.samples_per_step", "data.answer_field"],
+         "mcore-rl sft does not use it (the number of steps is sft.steps)"),
+        (c.kind != "sft", ["sft"], f"mcore-rl {c.kind} does not use it; it is for mcore-rl sft"),
+        (c.kind != "sft", ["data.response_field"], "only mcore-rl sft learns from responses"),
+        (c.kind == "evaluate", ["warm_up"], "it is for mcore-rl train"),
+        (not c.critic.enabled, ["critic.parallel", "critic.optimizer"], "critic.enabled is false"),
+        (c.algorithm.kl_coefficient == 0, ["reference", "algorithm.kl_estimator"],
+         "algorithm.kl_coefficient is 0, so no reference is loaded; set it above 0 or remove the key"),
+        (c.algorithm.advantage_normalisation == "none", ["algorithm.advantage_eps"], "algorithm.advantage_normalisation is none"),
+        (c.reward.name != "function", ["reward.function"], f"reward.name is {c.reward.name}; set reward.name: function or remove the key"),
+        (c.evaluation.samples == 0, ["evaluation.temperature"], "evaluation.samples is 0, so nothing is sampled"),
+        (c.evaluation.data is None, ["evaluation.greedy", "evaluation.samples", "evaluation.max_prompts"], "evaluation.data is not set"),
+        (c.data.prompt_format == "text", ["data.system_prompt"], "data.prompt_format is text; set data.prompt_format: chat or remove the key"),
+        (c.checkpoint.every == 0, ["checkpoint.keep"], "checkpoint.every is 0, so none is written"),
+        (c.run.only == "rollout", ["rollout.replay"], "run.only is rollout: samples are generated, not replayed"),
+    ]
+    for role, optimizer in (("actor", c.actor.optimizer), ("critic", c.critic.optimizer)):
+        rules.append((optimizer.schedule == "constant", [f"{role}.optimizer.min_lr", f"{role}.optimizer.decay_steps"],
+                      f"{role}.optimizer.schedule is constant; set it to linear or cosine, or remove the key"))
+    return [(path, why) for applies, paths, why in rules if applies for path in paths]
+
+
+def _contradictions(c: Config) -> list[tuple[bool, str]]:
+    o, r, e = c.actor.optimizer, c.rollout, c.evaluation
+    decay = o.decay_steps or c.total_updates
+    learns = c.kind == "train" and c.run.only is None
+    samples = r.prompts_per_step * r.samples_per_prompt
+    rules: list[tuple[bool, Callable[[], str]]] = [
+        (c.critic.enabled, lambda: "critic.enabled is true, but a critic comes with algorithm ppo, which this version lacks; "
+                                   "set critic.enabled: false (algorithm grpo needs no critic)"),
+        (o.schedule != "constant" and o.min_lr > o.lr,
+         lambda: f"actor.optimizer.min_lr {o.min_lr:g} is above actor.optimizer.lr {o.lr:g}; lower min_lr or raise lr"),
+        (o.schedule != "constant" and o.warmup_steps >= decay,
+         lambda: f"actor.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; lower it or raise decay_steps"),
+        (learns and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
+                                                      "prompt with each other; set at least 2"),
+        (learns and r.temperature == 0, lambda: "rollout.temperature is 0 (greedy): all samples of a prompt would be equal and nothing is "
+                                                "learnt; set it above 0, such as 1.0"),
+        (learns and bool(samples % c.actor.updates_per_step),
+         lambda: f"actor.updates_per_step {c.actor.updates_per_step} does not divide the {samples} samples of a step (rollout.prompts_per_step "
+                 f"{r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
+        (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
+         lambda: f"actor.skip_old_log_probs is true with actor.updates_per_step {c.actor.updates_per_step}: from the second update on the "
+                 "old log-probs would be wrong; set it to false or make one update per step"),
+        (e.every > 0 and e.data is None, lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),
+        (c.kind == "evaluate" and e.data is None, lambda: "evaluation.data is not set; mcore-rl evaluate needs a file of held-out rows"),
+        (e.data is not None and not e.greedy and e.samples == 0,
+         lambda: "evaluation.greedy is false and evaluation.samples is 0, so nothing would be evaluated; set one of them"),
+        (c.reward.name == "function" and not c.reward.function,
+         lambda: "reward.name is function, but reward.function is not set; give package.module:function"),
+        (c.reward.name != "function" and c.kind != "sft" and c.data.answer_field is None,
+         lambda: f"data.answer_field is null, but reward {c.reward.name} compares with an answer; name the field"),
+        (c.kind == "sft" and c.sft is None, lambda: "the section sft is missing; mcore-rl sft needs sft.output and sft.steps"),
+    ]
+    return [(broken, text() if broken else "") for broken, text in rules]

@@ -1,0 +1,71 @@
+"""A role that holds the policy's network: the actor (trained) or the reference (frozen)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.exchange import Exchange
+from parallel.micro_batch import MicroBatch, make_micro_batches, micro_batch_count
+from parallel.training import TrainingModel
+
+# (sample index, log-probs [tokens], entropy [tokens]) -> (loss, values to report)
+SampleLoss = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class Policy:
+    """Runs samples through a TrainingModel and brings results back to every rank, by sample."""
+
+    training: TrainingModel
+    exchange: Exchange
+    world_size: int
+
+    def _micro_batches(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int) -> list[MicroBatch]:
+        """This data-parallel rank's share of the samples `chosen`, in micro-batches; their number is the same on all ranks."""
+        dp = self.training.parallel.dp(self.world_size)
+        count = micro_batch_count(-(-len(chosen) // dp), size, self.training.parallel)
+        mine = list(chosen)[self.training.at.dp::dp]
+        return make_micro_batches(sequences, mine, size, count, self.training.parallel, self.training.device.torch)
+
+    def log_probs(self, sequences: Sequence[Sequence[int]], size: int, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs and entropies [tokens] of every sequence (entry 0, which has no context, is 0), on every rank."""
+
+        def collect(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            return log_probs.sum(), {i: (_full(log_probs[k], n), _full(entropy[k], n))
+                                     for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True))}
+
+        batches = self._micro_batches(sequences, range(len(sequences)), size)
+        outputs = self.training.forward_backward(batches, collect, temperature, forward_only=True)
+        mine = {i: (a.cpu(), b.cpu()) for output in outputs for i, (a, b) in output.items()} if self.training.is_output_rank else {}
+        merged = self.exchange.merge(mine, len(sequences), "log-probs")
+        return [a for a, _ in merged], [b for _, b in merged]
+
+    def update(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int, temperature: float,
+               loss: SampleLoss) -> tuple[list[Tensor], float, float]:
+        """One optimizer step on the samples `chosen`. Returns (reported values per chosen sample, gradient norm, learning rate).
+
+        `loss` weighs a sample's tokens by global counts, so the sum over samples is the loss whatever the split.
+        """
+
+        def total(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, reports = log_probs.sum() * 0.0, {}
+            for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True)):
+                one, reports[i] = loss(i, _full(log_probs[k], n), _full(entropy[k], n))
+                value = value + one
+            return value, reports
+
+        outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size), total, temperature)
+        grad_norm, lr = self.training.optimizer_step()
+        position = {i: k for k, i in enumerate(chosen)}
+        mine = {position[i]: v.cpu() for output in outputs for i, v in output.items()} if self.training.is_output_rank else {}
+        return self.exchange.merge(mine, len(chosen), "update reports"), grad_norm, lr
+
+
+def _full(row: Tensor, tokens: int) -> Tensor:
+    """Align [width - 1] predictions with the tokens they are about: [tokens], entry 0 is 0."""
+    return torch.cat([row.new_zeros(1), row[:tokens - 1]])

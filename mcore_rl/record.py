@@ -1,0 +1,125 @@
+"""What outlives a step: metrics, samples, checkpoints, plots. Rank 0 writes; checkpoints are written by all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint.distributed import load_training, save_training
+from checkpoint.publish import publishing
+from checkpoint.run_state import keep_newest, read_state, resume_point, write_state
+from checkpoint.together import on_rank_zero
+from mcore_rl.outputs import MetricsWriter, SamplesWriter, read_metrics
+from mcore_rl.plots import write_plots
+from mcore_rl.progress import Progress
+from mcore_rl.run import Run
+from mcore_rl.sample import Batch, Sample
+from parallel.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# every record of a training run has them, 0 where a phase did not run
+ALWAYS = ("time/rollout_s", "time/reward_s", "time/log_probs_s", "time/advantages_s", "time/update_s", "time/sync_s",
+          "time/checkpoint_s", "time/evaluation_s")
+
+
+class Recorder:
+    """Writes what a run leaves in its directory, and brings a run back to its newest checkpoint."""
+
+    def __init__(self, run: Run, progress: Progress | None = None) -> None:
+        c = run.config
+        self.progress = progress
+        self.writes = run.rank == 0
+        self._resumed_from: str | None = None
+        self._metrics: MetricsWriter | None = None
+        if self.writes:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            (run.directory / "config.yaml").write_text(c.to_yaml())
+            self._metrics = MetricsWriter(run.directory, c.log.tensorboard, c.log.wandb, c.to_dict())
+            self._samples = SamplesWriter(run.directory, c.log.samples_per_step)
+
+    def resume(self, run: Run) -> bool:
+        """Collective: continue from the newest complete checkpoint, where there is one. Returns whether there was."""
+        found = resume_point(run.directory)
+        if found is None:
+            if self._metrics is not None:
+                self._forget(0, None)
+            return False
+        if run.config.run.resume == "never":
+            raise UserError(f"run directory {str(run.directory)!r} holds checkpoint {found.name} and run.resume is never; "
+                            "set run.resume=auto to continue it, or choose another run.dir")
+        state = read_state(found)
+        load_training(found, run.actor.training)
+        run.prompts.load_state(state["prompts"])
+        run.step, self._resumed_from = int(state["step"]), found.name
+        if self._metrics is not None:
+            self._forget(run.step, state["record"])
+            self._note(f"resumed from {found} (step {run.step})")
+        return True
+
+    def _forget(self, step: int, record: dict[str, Any] | None) -> None:
+        """Go back to `step` in everything that is written step by step; its record may not have been written yet."""
+        assert self._metrics is not None
+        self._metrics.truncate_after(step)
+        self._samples.truncate_after(step)
+        if record is not None and not any(r["step"] == step for r in read_metrics(self._metrics.run_dir)):
+            self._metrics.write(step, record)
+
+    def checkpoint(self, run: Run, batch: Batch) -> None:
+        """Collective: write and publish a checkpoint of the step, with the step's record in it, and delete old ones."""
+        started = time.perf_counter()
+        with publishing(run.directory, batch.step, run.lease) as directory:
+            save_training(directory, run.actor.training)
+            if self.writes:
+                write_state(directory, {"step": batch.step, "prompts": run.prompts.state(), "record": finished(batch),
+                                        "config": run.config.to_dict()})
+        protect = (self._resumed_from,) if self._resumed_from else ()
+        on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep, protect), "deleting old checkpoints")
+        batch.metrics["time/checkpoint_s"] = time.perf_counter() - started
+
+    def record(self, run: Run, batch: Batch) -> None:
+        """Write the step's metrics and its first samples."""
+        if self._metrics is None:
+            return
+        metrics = finished(batch)
+        self._samples.write(batch.step, [_shown(s, r) for s, r in zip(batch.samples, batch.columns.get("rewards", []), strict=False)])
+        self._metrics.write(batch.step, metrics)
+        if self.progress is not None:
+            self.progress.step(batch.step, metrics)
+        if run.config.log.plots and (batch.step == run.config.run.steps or "time/checkpoint_s" in batch.metrics):
+            write_plots(run.directory)
+
+    def store(self, write: Callable[[Path, int, Sequence[Sample]], Path], run: Run, batch: Batch) -> None:
+        """Store all samples of the step with their rewards, for rollout.replay."""
+        if self.writes:
+            write(run.directory / "rollouts", batch.step, [replace(s, reward=float(r)) for s, r in zip(batch.samples, batch["rewards"], strict=True)])
+
+    def _note(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.note(text)
+        else:
+            logger.info(text)
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def finished(batch: Batch) -> dict[str, float]:
+    """The step's metrics with every key that a record always has."""
+    metrics = {key: batch.metrics.get(key, 0.0) for key in ALWAYS} | dict(batch.metrics)
+    seconds = metrics["time/rollout_s"]
+    if "rollout/tokens" in metrics:
+        metrics["rollout/tokens_per_second"] = metrics.pop("rollout/tokens") / seconds if seconds > 0 else 0.0
+    return metrics
+
+
+def _shown(sample: Sample, reward: float) -> dict[str, Any]:
+    """A sample as people read it in samples/."""
+    return {"prompt": sample.prompt, "response": sample.response, "reward": float(reward), "finish_reason": sample.finish_reason,
+            "group": sample.group, "index": sample.index, "tokens": list(sample.token_ids), "mask": [int(m) for m in sample.mask],
+            "version": list(sample.versions), "log_probs": list(sample.rollout_log_probs)}

@@ -1,0 +1,159 @@
+"""A run: this rank's environment, the roles and the state that outlives the process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.hf import read_hf
+from checkpoint.lease import Lease, acquire
+from mcore_rl.config import Config
+from mcore_rl.data import PromptStream, Row
+from mcore_rl.exchange import Exchange
+from mcore_rl.policy import Policy
+from mcore_rl.rollout import Rollout
+from parallel.config import ParallelConfig
+from parallel.device import Device, prepare_megatron, select_device
+from parallel.environment import Environment, exit_with_launcher, read_environment, start
+from parallel.model import torch_dtype
+from parallel.model_config import ModelConfig
+from parallel.training import OptimizerConfig, TrainingModel, build
+from resharding.layouts import mcore_layout
+from trtllm_rollout.protocol import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class World:
+    """This process among the others."""
+
+    environment: Environment
+    device: Device
+    exchange: Exchange
+
+    @property
+    def rank(self) -> int:
+        return self.environment.rank
+
+    @property
+    def size(self) -> int:
+        return self.environment.world_size
+
+
+@contextlib.contextmanager
+def joined(device: str = "auto", threads: int | None = None) -> Iterator[World]:
+    """Read the launcher's environment, join the world and leave it at the end. Raises UserError for a bad environment."""
+    environment = read_environment()
+    chosen = select_device(device, environment.local_rank)
+    torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // environment.local_world_size))
+    exit_with_launcher(environment)
+    prepare_megatron(chosen)
+    if dist.is_initialized():
+        yield World(environment, chosen, Exchange())
+        return
+    start(environment, chosen.backend)
+    try:
+        yield World(environment, chosen, Exchange())
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Run:
+    """What the phases work with. Roles that a run does not need are None."""
+
+    config: Config
+    world: World
+    model: ModelConfig
+    tokenizer: Any
+    rows: list[Row]
+    prompts: PromptStream
+    directory: Path
+    actor: Any = None
+    lease: Lease | None = None
+    reference: Any = None
+    rollout: Any = None
+    reward: Callable[[str, Row], float] = lambda response, row: 0.0
+    held_out: list[Row] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def device(self) -> Device:
+        return self.world.device
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.world.exchange
+
+    def sampling(self, temperature: float | None = None) -> SamplingParams:
+        """Sampling parameters of a training rollout; with `temperature` those of an evaluation (no top-k or top-p)."""
+        c = self.config.rollout
+        stops = tuple(sorted({*stop_ids(self.model, self.tokenizer), *c.stop_token_ids}))
+        if temperature is not None:
+            return SamplingParams(temperature=temperature, max_tokens=c.max_tokens, stop_token_ids=stops)
+        return SamplingParams(c.temperature, c.top_k, c.top_p, c.max_tokens, stops)
+
+
+def stop_ids(model: ModelConfig, tokenizer: Any) -> set[int]:
+    """Token ids that end a response: the model's and the tokenizer's end-of-sequence ids."""
+    own = getattr(tokenizer, "eos_token_id", None)
+    return {*model.eos_token_ids, *([own] if own is not None else [])}
+
+
+def make_policy(world: World, model: ModelConfig, parallel: ParallelConfig, dtype: str, seed: int, weights: str | None,
+                optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto", role: str = "actor") -> Policy:
+    """Build a role's model on all ranks and read its weights from a Hugging Face directory."""
+    parallel.validate(world.size, model, role)
+    training = build(model, parallel, dtype, world.device, world.rank, world.size, seed, optimizer, layer_implementation)
+    if weights is not None:
+        load_weights(training, weights, world)
+    return Policy(training, world.exchange, world.size)
+
+
+def optimizer_options(config: Config) -> OptimizerConfig:
+    """The actor's optimizer; a decay without an end of its own ends with the run."""
+    values = asdict(config.actor.optimizer)
+    if values["schedule"] != "constant":
+        values["decay_steps"] = values["decay_steps"] or config.total_updates
+    return OptimizerConfig(**values)
+
+
+def load_weights(training: TrainingModel, directory: str | Path, world: World) -> None:
+    """Fill a model from a Hugging Face directory; each rank reads only what it holds."""
+    layout = mcore_layout(training.model, training.parallel, world.rank, world.size, training.dtype, names(training))
+    read_hf(directory, layout, training.tensors, training.model)
+    training.reload_main_params()
+
+
+def names(training: TrainingModel) -> Any:
+    """Which parameter names the built modules carry: `te` from Transformer Engine's spec, else `local`."""
+    return "te" if any(".layer_norm_weight" in n for n in training.tensors) else "local"
+
+
+def make_rollout(world: World, model: ModelConfig, config: Config) -> Rollout:
+    """The engines of a run, without weights yet."""
+    dtype = torch_dtype(config.rollout.dtype or config.model.dtype)
+    return Rollout(model, dtype, config.rollout.tp, config.rollout.max_batch_size, world.device, world.exchange, world.rank, world.size)
+
+
+def take_directory(config: Config) -> tuple[Path, Lease]:
+    """Own the run directory (all ranks), waiting for an older owner as long as the config says."""
+    directory = Path(config.run.dir)
+    return directory, acquire(directory, config.run.lease_wait_s)

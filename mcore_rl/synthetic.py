@@ -1,0 +1,64 @@
+"""Data sets made in place, named `builtin:NAME` where a configuration takes a file: verifiable arithmetic.
+
+`addition-*` is the demo's task: two-digit sums. Its warm-up set teaches the habit of a careless pupil who mostly forgets the carry;
+reinforcement learning with a checked answer then has something to mend. The held-out prompts occur in no other set.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+FORGETS_CARRY = 0.85  # share of warm-up rows with a carry in which it is dropped
+_HELD_OUT = 0.1
+
+
+def _sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All pairs of two-digit numbers, cut into (train, held out)."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(7).shuffle(pairs)
+    cut = int(len(pairs) * (1 - _HELD_OUT))
+    return pairs[:cut], pairs[cut:]
+
+
+def _addition_row(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
+
+
+def without_carry(a: int, b: int) -> int:
+    """The sum of the digits place by place, each carry lost."""
+    return (a % 10 + b % 10) % 10 + (a // 10 + b // 10) * 10
+
+
+def _addition_train() -> Iterator[dict[str, Any]]:
+    yield from (_addition_row(a, b) for a, b in _sums()[0])
+
+
+def _addition_held_out() -> Iterator[dict[str, Any]]:
+    yield from (_addition_row(a, b) for a, b in _sums()[1])
+
+
+def _addition_warm_up() -> Iterator[dict[str, Any]]:
+    """Prompts and responses of the careless pupil."""
+    choice = random.Random(11)
+    for a, b in _sums()[0]:
+        careless = choice.random() < FORGETS_CARRY
+        yield {"prompt": f"{a:02d}+{b:02d}=", "response": f"{without_carry(a, b) if careless else a + b:03d}"}
+
+
+def _digit_sums(held_out: bool) -> Iterator[dict[str, Any]]:
+    """One-digit sums in words, with the format the reward asks for; every fifth pair is held out."""
+    for a in range(10):
+        for b in range(10):
+            if ((a * 7 + b * 3) % 5 == 0) == held_out:
+                yield {"prompt": [{"role": "user", "content": f"What is {a} + {b}? Reply with the number only."}], "answer": str(a + b)}
+
+
+BUILTIN: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "addition-train": _addition_train,
+    "addition-held-out": _addition_held_out,
+    "addition-warm-up": _addition_warm_up,
+    "digit-sums-train": lambda: _digit_sums(False),
+    "digit-sums-held-out": lambda: _digit_sums(True),
+}

@@ -1,0 +1,196 @@
+"""Real moves between ranks: every party, bounded buckets, and all or nothing when a rank fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.config import ParallelConfig
+from parallel.model_config import ModelConfig
+from resharding.checksum import piece_checksums, verify
+from resharding.errors import SyncError, WeightsError
+from resharding.layout import canonical_shapes, empty_tensors
+from resharding.layouts import mcore_layout, trtllm_layout
+from resharding.plan import make_plan
+from resharding.sync import WeightSync
+from resharding.transport import point_to_point
+from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, tiny, trtllm_shard
+from tests.worker_pool import run_ranks
+
+
+class RecordingEngine:
+    """Weights, and the rule that it generates only when a version is committed."""
+
+    def __init__(self, tensors: Tensors, fail_at_commit: bool = False) -> None:
+        self.tensors, self.version, self.fail_at_commit = tensors, None, fail_at_commit
+        self.checksums: dict[str, int] = {}
+
+    def begin_update(self) -> None:
+        self.version = None
+
+    def weights(self) -> Tensors:
+        return self.tensors
+
+    def commit(self, version: int, checksums: Mapping[str, int]) -> None:
+        if self.fail_at_commit:
+            raise WeightsError("model.norm.weight: injected")
+        self.version, self.checksums = version, dict(checksums)
+
+
+class FailingTensors(Mapping[str, torch.Tensor]):
+    """Source tensors of which one breaks when it is first read during the move."""
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self.tensors, self.name, self.reads = tensors, name, 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name == self.name:
+            self.reads += 1
+            if self.reads > 1:  # the first read is the check of shapes before the move
+                raise RuntimeError("injected: memory is gone")
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def parties(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype: torch.dtype = torch.float32) -> tuple[list, list]:
+    world = dist.get_world_size()
+    trainer = [mcore_layout(model, parallel, r, world, torch.float32) for r in range(world)]
+    return trainer, [trtllm_layout(model, engine_tp, r % engine_tp, r, dtype) for r in range(world)]  # world / engine_tp engines
+
+
+def move(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype: torch.dtype, bucket_bytes: int) -> int:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainer, engines = parties(model, parallel, engine_tp, dtype)
+    plan = make_plan(trainer, engines, canonical_shapes(model))
+    full = canonical_tensors(model)
+    destination = {n: t.fill_(float("nan")) for n, t in empty_tensors(engines[rank]).items()}
+    report = point_to_point.execute(plan, mcore_shard(full, model, parallel, rank, world), destination, rank, bucket_bytes=bucket_bytes)
+    expected = trtllm_shard({n: t.to(dtype) for n, t in full.items()}, model, engine_tp, rank % engine_tp)
+    assert_same(destination, expected)
+    return report.bytes
+
+
+@pytest.mark.parametrize("world, parallel, engine_tp", [
+    (2, ParallelConfig(tp=2), 1),           # two replicas of a whole engine
+    (2, ParallelConfig(pp=2), 2),
+    (2, ParallelConfig(tp=2), 2),
+    (2, ParallelConfig(), 2),               # data parallel: nothing travels
+    (4, ParallelConfig(tp=4), 2),
+    (4, ParallelConfig(tp=2, pp=2), 4),     # more engine ranks than key/value heads
+    (4, ParallelConfig(pp=2, vpp=2), 2),
+])
+def test_shards_arrive_bit_for_bit(world: int, parallel: ParallelConfig, engine_tp: int) -> None:
+    for tied in (False, True):
+        model = tiny("qwen2", tied=tied)
+        run_ranks(world, move, model, parallel, engine_tp, torch.float32, 64 << 20)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 1 << 20])
+def test_any_bucket_size_gives_the_same_bytes(bucket_bytes: int) -> None:
+    model = tiny("qwen2", num_layers=2)
+    run_ranks(4, move, model, ParallelConfig(tp=2, pp=2), 2, torch.bfloat16, bucket_bytes)
+
+
+def test_messages_stay_within_the_bucket() -> None:
+    model = tiny()
+    trainer = [mcore_layout(model, ParallelConfig(tp=4), r, 4, torch.float32) for r in range(4)]
+    engine = [trtllm_layout(model, 1, 0, r, torch.float32) for r in range(4)]
+    plan = make_plan(trainer, engine, canonical_shapes(model))
+    for rank in range(4):
+        for exchange in point_to_point._rounds(plan, rank, 600):
+            for side in (exchange.outgoing, exchange.incoming):
+                assert sum(point_to_point._message_bytes(copies) for copies in side.values()) <= 600
+
+
+def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fault: str) -> dict[str, Any]:
+    """Sync version 1, version 2 with a fault on the last rank, version 3 without."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainer, engines = parties(model, parallel, engine_tp, torch.bfloat16)
+    sync = WeightSync(trainer, engines, canonical_shapes(model), rank)
+    engine = RecordingEngine(empty_tensors(engines[rank]))
+    seen: dict[str, Any] = {}
+    for version in (1, 2, 3):
+        full = canonical_tensors(model, seed=version)
+        source: Mapping[str, torch.Tensor] = {n: t.clone() for n, t in mcore_shard(full, model, parallel, rank, world).items()}
+        broken = version == 2 and rank == world - 1
+        if broken and fault == "read":
+            source = FailingTensors(dict(source), "decoder.layers.0.mlp.linear_fc2.weight")
+        elif broken and fault == "missing":
+            source = {n: t for n, t in source.items() if n != "decoder.layers.0.mlp.linear_fc2.weight"}
+        elif broken and fault == "replica":
+            source["output_layer.weight" if model.tied else "decoder.final_layernorm.weight"][0] += 1.0
+        engine.fail_at_commit = broken and fault == "commit"
+        try:
+            report = sync.run(source, engine, version)
+            seen[f"bytes {version}"] = report.bytes
+        except (SyncError, WeightsError) as error:
+            seen[f"error {version}"] = (type(error).__name__, str(error))
+        seen[f"version {version}"] = engine.version
+        if engine.version is not None:
+            assert_same(engine.tensors, trtllm_shard({n: t.bfloat16() for n, t in full.items()}, model, engine_tp, rank % engine_tp))
+    values: list[Any] = [None] * world
+    dist.all_gather_object(values, piece_checksums(engines[rank], engine.tensors))
+    assert verify(engines, values, engine.checksums) == engine.checksums
+    return seen
+
+
+@pytest.mark.parametrize("fault, kind, message", [
+    ("read", "SyncError", "memory is gone"),
+    ("missing", "WeightsError", "lack decoder.layers.0.mlp.linear_fc2.weight"),
+    ("commit", "WeightsError", "model.norm.weight: injected"),
+    ("replica", "WeightsError", "model.norm.weight: the copies in decoder.final_layernorm.weight on rank 0 and in"),
+])
+@pytest.mark.parametrize("world, parallel, engine_tp", [(2, ParallelConfig(tp=2), 1), (4, ParallelConfig(tp=2), 2)])
+def test_a_rank_that_fails_leaves_nobody_committed_and_the_next_sync_recovers(
+        fault: str, kind: str, message: str, world: int, parallel: ParallelConfig, engine_tp: int) -> None:
+    results = run_ranks(world, sync_thrice, tiny("qwen2", num_layers=2), parallel, engine_tp, fault)
+    for seen in results:
+        assert (seen["version 1"], seen["version 2"], seen["version 3"]) == (1, None, 3)
+        assert seen["error 2"][0] == kind and message in seen["error 2"][1]
+        assert seen["bytes 1"] == seen["bytes 3"] > 0
+
+
+def test_a_sync_refuses_tied_copies_that_have_drifted_apart() -> None:
+    for seen in run_ranks(2, sync_thrice, tiny("qwen2", num_layers=2, tied=True), ParallelConfig(pp=2), 2, "replica"):
+        assert seen["version 2"] is None and "model.embed_tokens.weight" in seen["error 2"][1] and "output_layer.weight" in seen["error 2"][1]
+        assert seen["version 3"] == 3
+
+
+def separate_parties(model: ModelConfig) -> int | None:
+    """Trainer on ranks 0 and 1, engine on ranks 2 and 3."""
+    rank = dist.get_rank()
+    parallel = ParallelConfig(tp=2)
+    trainer = [mcore_layout(model, parallel, r, 2, torch.float32) for r in (0, 1)]
+    engines = [trtllm_layout(model, 2, t, 2 + t, torch.float32) for t in (0, 1)]
+    sync = WeightSync(trainer, engines, canonical_shapes(model), rank)
+    full = canonical_tensors(model)
+    if rank < 2:
+        sync.run(mcore_shard(full, model, parallel, rank, 2), None, 1)
+        return None
+    engine = RecordingEngine(empty_tensors(engines[rank - 2]))
+    sync.run({}, engine, 1)
+    assert_same(engine.tensors, trtllm_shard(full, model, 2, rank - 2))
+    return engine.version
+
+
+def test_trainer_and_engine_may_live_on_different_ranks() -> None:
+    assert run_ranks(4, separate_parties, tiny()) == [None, None, 1, 1]
+
+
+def test_a_sync_in_one_process_needs_no_process_group() -> None:
+    model = tiny()
+    trainer, engine_layout = mcore_layout(model, ParallelConfig(), 0, 1, torch.float32), trtllm_layout(model, 1, 0, 0, torch.float32)
+    engine = RecordingEngine(empty_tensors(engine_layout))
+    full = canonical_tensors(model)
+    report = WeightSync([trainer], [engine_layout], canonical_shapes(model)).run(mcore_shard(full, model, ParallelConfig(), 0, 1), engine, 7)
+    assert engine.version == report.version == 7
+    assert_same(engine.tensors, trtllm_shard(full, model, 1, 0))
