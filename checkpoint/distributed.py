@@ -155,8 +155,13 @@ def model_state(training: TrainingModel) -> dict[str, Any]:
 
 
 def _metadata() -> dict[str, Any]:
-    """Megatron writes into the dictionary it is given: a fresh one for every call."""
-    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    """Megatron writes into the dictionary it is given: a fresh one for every call.
+
+    `mem_efficient` gathers optimizer state on one data-parallel rank over gloo instead of on all through the device: half the
+    time measured on CPU, and no second copy of the state on every rank. Files of either kind are read alike.
+    """
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True,
+            "distrib_optim_fully_reshardable_mem_efficient": True}
 
 
 def model_and_optimizer_state(training: TrainingModel, loading: bool) -> dict[str, Any]:
@@ -164,11 +169,18 @@ def model_and_optimizer_state(training: TrainingModel, loading: bool) -> dict[st
     with training.entered():
         state = model_state(training)
         if training.optimizer is not None:
+            _make_moments(training.optimizer)
             # its entries must be made from these very tensors: it finds its parameters among them
             state["optimizer"] = training.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=_metadata())
         if training.scheduler is not None and not loading:
             state["scheduler"] = training.scheduler.state_dict()
     return state
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Zero moments where there has been no step yet: Megatron saves and fills only what exists."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        each.init_state_fn(each.optimizer, each.config)
 
 
 def load_into(training: TrainingModel, state: dict[str, Any]) -> None:

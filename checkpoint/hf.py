@@ -56,14 +56,15 @@ class HFFiles(Mapping[str, Any]):
                 raise UserError(f"{self.directory / INDEX} is not a safetensors index: {error!r}; download the directory again") from None
             absent = sorted({f for f in weight_map.values() if not (self.directory / f).is_file()})
             if absent:
-                raise UserError(f"model directory {str(self.directory)!r} lacks the shards {listed(absent)} that {INDEX} names; download them")
+                raise UserError(f"model directory {str(self.directory)!r} lacks the shards {listed(absent)} that {INDEX} names; "
+                                "download them")
             return {name: file for name, file in weight_map.items() if name in self._handle(file).keys()}
         files = [SINGLE] if (self.directory / SINGLE).is_file() else sorted(p.name for p in self.directory.glob("*.safetensors"))
         if not files:
             raise UserError(f"model directory {str(self.directory)!r} holds no *.safetensors file; weights in other formats are not read")
         if len(files) > 1:
-            raise UserError(f"model directory {str(self.directory)!r} holds {len(files)} safetensors files ({listed(files)}) and no {INDEX}; "
-                            "add the index")
+            raise UserError(f"model directory {str(self.directory)!r} holds {len(files)} safetensors files ({listed(files)}) and no "
+                            f"{INDEX}; add the index")
         return dict.fromkeys(self._handle(files[0]).keys(), files[0])
 
     def _handle(self, file: str) -> Any:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -73,3 +74,6 @@ def set_up_logging(level: str) -> None:
     for room in ("launch", "mcore_rl", "trtllm_rollout", "checkpoint", "resharding", "parallel"):
         logging.getLogger(room).setLevel(level.upper())
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    # what torch and Megatron-Core deprecate or miss on a CPU is not the user's business
+    warnings.filterwarnings("ignore", module=r"(torch|megatron)\b")
+    warnings.filterwarnings("ignore", category=FutureWarning)

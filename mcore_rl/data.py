@@ -117,7 +117,8 @@ def sft_examples(data: DataConfig, tokenizer: Any, path: str | None = None,
             overlong.append(index)
         else:
             examples.append(SftExample(index, tuple(prompt + response), (0,) * len(prompt) + (1,) * len(response)))
-    limit = f"data.max_prompt_tokens {data.max_prompt_tokens}" + (f" or sft.max_sequence_tokens {max_sequence_tokens}" if max_sequence_tokens else "")
+    limit = f"data.max_prompt_tokens {data.max_prompt_tokens}" + (
+        f" or sft.max_sequence_tokens {max_sequence_tokens}" if max_sequence_tokens else "")
     report = _report(source, data, len(raw), bad, overlong, [e.token_ids for e in examples], [None] * len(examples), limit)
     return examples, report
 
@@ -138,7 +139,8 @@ def _check_fields(source: str, raw: list[Any], wanted: list[tuple[str, str | Non
     for option, name in wanted:
         if rows and name is not None and name not in present:
             guess = nearest(name, present)
-            raise UserError(f"data.{option} is {name!r}, but no row of {source!r} has that field; fields there: {', '.join(present) or 'none'}"
+            raise UserError(f"data.{option} is {name!r}, but no row of {source!r} has that field; "
+                            f"fields there: {', '.join(present) or 'none'}"
                             + (f"; did you mean {guess!r}?" if guess else ""))
 
 
@@ -149,8 +151,8 @@ def _report(source: str, data: DataConfig, read: int, bad: list[tuple[int, str]]
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise UserError(f"{source!r} has {len(bad)} bad rows of {read}; mend them, or set data.bad_rows: drop\n{lines}{more}")
     if overlong and data.overlong == "error":
-        raise UserError(f"{source!r} has {len(overlong)} rows longer than {limit} (first: row {overlong[0]}); raise the limit, shorten them, "
-                        "or set data.overlong: drop")
+        raise UserError(f"{source!r} has {len(overlong)} rows longer than {limit} (first: row {overlong[0]}); raise the limit, "
+                        "shorten them, or set data.overlong: drop")
     if not token_ids:
         raise UserError(f"{source!r} gives no prompts: {read} rows read, {len(bad)} bad, {len(overlong)} longer than {limit}; "
                         "give a file with at least one usable row")

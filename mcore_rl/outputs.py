@@ -138,7 +138,8 @@ def _import_wandb() -> Any:
     try:
         return importlib.import_module("wandb")
     except ImportError:
-        raise UserError("log.wandb is true, but the package wandb is not installed; run `pip install wandb`, or set log.wandb: false") from None
+        raise UserError("log.wandb is true, but the package wandb is not installed; run `pip install wandb`, or set "
+                        "log.wandb: false") from None
 
 
 def _start_wandb(wandb: Any, run_dir: Path, config: dict[str, Any] | None) -> Any:

@@ -104,7 +104,8 @@ def _evaluation(axes: Any, rows: list[Row]) -> bool:
 def _kl(axes: Any, rows: list[Row]) -> bool:
     drawn = [_line(axes, rows, key, _COLOURS[i], label, linewidth=0.4, marker="o", markersize=3) for i, (key, label) in enumerate(
         [("actor/kl_to_old", "KL to the old policy"), ("actor/kl_to_reference", "KL to the reference"),
-         ("actor/log_prob_gap_max", "largest log-prob gap, trainer - engine"), ("actor/ratio_max_deviation", "largest |ratio - 1| at first update")])]
+         ("actor/log_prob_gap_max", "largest log-prob gap, trainer - engine"),
+         ("actor/ratio_max_deviation", "largest |ratio - 1| at first update")])]
     values = [abs(v) for line in axes.get_lines() for v in line.get_ydata()]
     if any(values):  # zeros stay visible, 1e-7 and 1e-1 share one picture
         smallest = min(v for v in values if v)
@@ -134,7 +135,8 @@ def _lengths(axes: Any, rows: list[Row]) -> bool:
 
 
 def _phase_times(axes: Any, rows: list[Row]) -> bool:
-    phases = [k for k in ("rollout", "reward", "log_probs", "update", "sync", "checkpoint", "evaluation") if _column(rows, f"time/{k}_s")[1]]
+    names = ("rollout", "reward", "log_probs", "update", "sync", "checkpoint", "evaluation")
+    phases = [k for k in names if _column(rows, f"time/{k}_s")[1]]
     rows = [row for row in rows if any(isinstance(row.get(f"time/{k}_s"), (int, float)) for k in phases)]
     if not rows:
         return False

@@ -89,7 +89,8 @@ class Progress:
 def _numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of what is shown of a step beside its reward."""
     rows: list[tuple[str, str]] = []
-    for label, key, form in (("loss", "actor/loss", "{:.4g}"), ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
+    for label, key, form in (("loss", "actor/loss", "{:.4g}"), ("loss", "sft/loss", "{:.4f}"),
+                             ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
                              ("length", "response/length_mean", "{:.1f} tokens"), ("gap", "actor/log_prob_gap_max", "{:.1e}")):
         if isinstance(metrics.get(key), (int, float)):
             rows.append((label, form.format(metrics[key])))
@@ -171,7 +172,8 @@ def _print_rewards(console: Console, rows: list[dict[str, Any]]) -> None:
     first, last = values[:5], values[-10:]
     console.print(f"Mean reward, steps {pairs[0][0]} to {pairs[-1][0]} (bars from {low:g} to {high:g})", markup=False)
     console.print(f"  {bars(curve(values), low, high)}", markup=False, soft_wrap=True)
-    console.print(f"  first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps {sum(last) / len(last):.3f}\n", markup=False)
+    console.print(f"  first {len(first)} steps {sum(first) / len(first):.3f}, last {len(last)} steps {sum(last) / len(last):.3f}\n",
+                  markup=False)
 
 
 def _print_evaluation(console: Console, rows: list[dict[str, Any]]) -> None:

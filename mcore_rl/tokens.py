@@ -15,7 +15,8 @@ from parallel.errors import UserError
 def load_tokenizer(directory: str | Path) -> Any:
     """The tokenizer of a Hugging Face model directory. Raises UserError where there is none."""
     if not Path(directory).is_dir():
-        raise UserError(f"model directory {str(directory)!r} does not exist; give a directory with config.json, *.safetensors and a tokenizer")
+        raise UserError(f"model directory {str(directory)!r} does not exist; give a directory with config.json, *.safetensors and a "
+                        "tokenizer")
     from transformers import AutoTokenizer
 
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)  # our limit is data.max_prompt_tokens
@@ -23,7 +24,8 @@ def load_tokenizer(directory: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model directory {str(directory)!r} has no usable tokenizer (tokenizer.json, tokenizer_config.json): {reason}") from None
+        raise UserError(f"model directory {str(directory)!r} has no usable tokenizer (tokenizer.json, tokenizer_config.json): "
+                        f"{reason}") from None
     return tokenizer
 
 
@@ -105,7 +107,8 @@ def _messages(prompt: Any, system_prompt: str | None) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise BadRow("the prompt is empty" if prompt in ([], {}) else f"the prompt is a {type(prompt).__name__}, not text or a list of messages")
+        raise BadRow("the prompt is empty" if prompt in ([], {}) else
+                     f"the prompt is a {type(prompt).__name__}, not text or a list of messages")
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f"message {number} of the prompt has no role")

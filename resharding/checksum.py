@@ -110,6 +110,6 @@ def _compare(found: Mapping[str, int], expected: Mapping[str, int], where: Mappi
     wrong = [name for name, value in found.items() if expected.get(name) != value]
     if wrong:
         more = f" (and {len(wrong) - 1} more tensors: {', '.join(wrong[1:6])})" if len(wrong) > 1 else ""
-        value = expected.get(wrong[0])
-        raise WeightsError(f"{wrong[0]}: checksum {found[wrong[0]]:#018x} is not the expected {'none' if value is None else f'{value:#018x}'}; "
+        wanted = f"{expected[wrong[0]]:#018x}" if wrong[0] in expected else "none"
+        raise WeightsError(f"{wrong[0]}: checksum {found[wrong[0]]:#018x} is not the expected {wanted}; "
                            f"it is made of {where[wrong[0]]}{more}. Synchronise the weights again")

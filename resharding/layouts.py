@@ -6,6 +6,7 @@ Families say how a parameter is cut and fused (`Parameter.kind`); this file alon
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -39,14 +40,7 @@ def mcore_layout(model: ModelConfig, parallel: ParallelConfig, rank: int, world_
     Raises UserError where a size does not divide by tp.
     """
     here = parallel.coordinates(rank, world_size)
-    tensors: list[LocalTensor] = []
-    for chunk in range(parallel.chunks):
-        prefix = f"chunk{chunk}." if parallel.chunks > 1 else ""
-        first = here.pp == 0 and chunk == 0
-        last = here.pp == parallel.pp - 1 and chunk == parallel.chunks - 1
-        for name, parameter, ingredients in _mcore_parameters(model, parallel.layers(model, here.pp, chunk), first, last, names, head):
-            tensors.append(_mcore_tensor(prefix + name, parameter, ingredients, model, parallel.tp, here.tp, dtype))
-    return Layout("mcore", rank, tuple(tensors))
+    return Layout("mcore", rank, _mcore_tensors(model, parallel, here.pp, here.tp, dtype, names, head))
 
 
 def trtllm_layout(model: ModelConfig, tp: int, tp_rank: int, rank: int, dtype: torch.dtype, tied_head: bool = False) -> Layout:
@@ -57,14 +51,31 @@ def trtllm_layout(model: ModelConfig, tp: int, tp_rank: int, rank: int, dtype: t
     ceil(V / tp) and the tail is padding. A tied model has no `lm_head.weight` unless `tied_head` asks for a copy of its own.
     Raises UserError where a size does not divide by tp.
     """
-    tensors = []
+    return Layout("trtllm", rank, _trtllm_tensors(model, tp, tp_rank, dtype, tied_head))
+
+
+@lru_cache(maxsize=512)  # replicas share their description
+def _mcore_tensors(model: ModelConfig, parallel: ParallelConfig, pp_rank: int, tp_rank: int, dtype: torch.dtype, names: str,
+                   head: bool) -> tuple[LocalTensor, ...]:
+    tensors: list[LocalTensor] = []
+    for chunk in range(parallel.chunks):
+        prefix = f"chunk{chunk}." if parallel.chunks > 1 else ""
+        first = pp_rank == 0 and chunk == 0
+        last = pp_rank == parallel.pp - 1 and chunk == parallel.chunks - 1
+        for name, parameter, ingredients in _mcore_parameters(model, parallel.layers(model, pp_rank, chunk), first, last, names, head):
+            tensors.append(_mcore_tensor(prefix + name, parameter, ingredients, model, parallel.tp, tp_rank, dtype))
+    return tuple(tensors)
+
+
+@lru_cache(maxsize=512)
+def _trtllm_tensors(model: ModelConfig, tp: int, tp_rank: int, dtype: torch.dtype, tied_head: bool) -> tuple[LocalTensor, ...]:
+    tensors: list[LocalTensor] = []
     for layer, parameter in _in_order(model):
         ingredients = _named(parameter, layer)
-        name = parameter.trtllm.format(layer=layer)
-        tensors.append(_trtllm_tensor(name, parameter, ingredients, model, tp, tp_rank, dtype))
+        tensors.append(_trtllm_tensor(parameter.trtllm.format(layer=layer), parameter, ingredients, model, tp, tp_rank, dtype))
         if parameter.stage == "embedding" and model.tied and tied_head:
             tensors.append(_trtllm_tensor("lm_head.weight", parameter, ingredients, model, tp, tp_rank, dtype))
-    return Layout("trtllm", rank, tuple(tensors))
+    return tuple(tensors)
 
 
 def _in_order(model: ModelConfig) -> Iterator[tuple[int, Parameter]]:
@@ -121,7 +132,8 @@ def _trtllm_tensor(name: str, parameter: Parameter, ingredients: tuple[Ingredien
             first, heads = tp_rank * _share(model.num_kv_heads, tp, "num_key_value_heads"), model.num_kv_heads // tp
         else:
             if tp % model.num_kv_heads:
-                raise UserError(f"engine tp={tp} is not a multiple of num_key_value_heads {model.num_kv_heads}; choose a multiple or a divisor")
+                raise UserError(f"engine tp={tp} is not a multiple of num_key_value_heads {model.num_kv_heads}; "
+                                "choose a multiple or a divisor of it")
             first, heads = tp_rank * model.num_kv_heads // tp, 1
         kv = (first * model.head_dim, (first + heads) * model.head_dim)
         (q_name, q_shape), (k_name, _), (v_name, _) = ingredients

@@ -129,7 +129,7 @@ def _holders(layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _check_tiling(destinations: Sequence[Layout]) -> None:
-    for layout in destinations:
+    for layout in {id(layout.tensors): layout for layout in destinations}.values():  # replicas share their description
         names = Counter(local.name for local in layout.tensors)
         if twice := [name for name, count in names.items() if count > 1]:
             raise CoverageError(f"{layout.kind} rank {layout.rank} lists {listed(twice)} more than once")

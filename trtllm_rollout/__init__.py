@@ -1,0 +1,1 @@
+"""Generation: the engine protocol and the engines that satisfy it. Token ids in, token ids out."""

@@ -119,7 +119,8 @@ class Engine(Protocol):
         """Queue requests. Raises UserError for a prompt that does not fit or has ids outside the vocabulary."""
 
     def stream(self) -> Iterator[Completion]:
-        """Completions as they finish, until all submitted work is done. Raises EngineRefuses."""
+        """Completions as they finish, until all submitted work is done. Raises EngineRefuses, and drops the work, where the
+        engine may not generate: on every rank, also where only one has the reason."""
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests now; what they have so far is streamed with finish reason "abort"."""

@@ -85,7 +85,8 @@ def markdown() -> str:
         top = key.split(".")[0]
         if top != section:
             section = top
-            lines += [f"\n## {top}\n", f"{_help_of(top)[0].upper()}{_help_of(top)[1:]}.\n", "| key | value | default | meaning |", "|---|---|---|---|"]
+            lines += [f"\n## {top}\n", f"{_help_of(top)[0].upper()}{_help_of(top)[1:]}.\n",
+                      "| key | value | default | meaning |", "|---|---|---|---|"]
         values = type_text(hint) + (f", {range_text(item)}" if range_text(item) else "")
         cells = [f"`{key}`", values, f"`{default_text(item)}`", item.metadata["help"]]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -24,6 +25,7 @@ def option(help: str, default: Any = dataclasses.MISSING, *, low: float | None =
     return field(default=default, metadata=metadata)
 
 
+@functools.cache
 def type_hints(section: type) -> dict[str, Any]:
     """The evaluated type of each field of a dataclass."""
     return {k: v for k, v in typing.get_type_hints(section).items() if k in {f.name for f in dataclasses.fields(section)}}

@@ -20,7 +20,8 @@ from parallel.errors import UserError, nearest
 # what users of other programs write, by our name
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",), "tp": ("tensor_model_parallel_size", "tensor_parallel_size"), "steps": ("max_steps", "total_steps"),
-    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_size"), "cp": ("context_parallel_size",), "ep": ("expert_model_parallel_size",),
+    "pp": ("pipeline_model_parallel_size", "pipeline_parallel_size"), "cp": ("context_parallel_size",),
+    "ep": ("expert_model_parallel_size",),
     "parallel": ("megatron",), "samples_per_prompt": ("n", "num_generations", "n_samples_per_prompt", "group_size"),
     "max_tokens": ("max_new_tokens", "max_response_length"), "max_prompt_tokens": ("max_prompt_length",),
     "kl_coefficient": ("kl_coef", "beta"), "path": ("name_or_path", "model_path"), "dir": ("output_dir",), "clip_grad": ("max_grad_norm",),
@@ -45,8 +46,9 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), k
     config = _build(Config, root, "", "", problems, given, extra={"kind": kind})
     if config is not None and not problems:
         for key, why in inapplicable(config):
-            problems += [f"{where}: {name} has no effect: {why}" for name, where in given.items()
-                         if name == key or name.startswith(key + ".")]
+            below = [name for name in given if name == key or name.startswith(key + ".")]
+            problems += [f"{given[name]}: {name} has no effect: {why}" for name in below
+                         if not any(other.startswith(name + ".") for other in below)]
     if problems:
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
         raise UserError(f"configuration {path} has {count}:\n" + "\n".join(f"  {p}" for p in dict.fromkeys(problems)))

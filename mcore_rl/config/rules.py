@@ -113,7 +113,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
         (c.reward.name != "function", ["reward.function"], f"reward.name is {c.reward.name}; set reward.name: function or remove the key"),
         (c.evaluation.samples == 0, ["evaluation.temperature"], "evaluation.samples is 0, so nothing is sampled"),
         (c.evaluation.data is None, ["evaluation.greedy", "evaluation.samples", "evaluation.max_prompts"], "evaluation.data is not set"),
-        (c.data.prompt_format == "text", ["data.system_prompt"], "data.prompt_format is text; set data.prompt_format: chat or remove the key"),
+        (c.data.prompt_format == "text", ["data.system_prompt"],
+         "data.prompt_format is text; set data.prompt_format: chat or remove the key"),
         (c.checkpoint.every == 0, ["checkpoint.keep"], "checkpoint.every is 0, so none is written"),
         (c.run.only == "rollout", ["rollout.replay"], "run.only is rollout: samples are generated, not replayed"),
     ]
@@ -134,18 +135,20 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
         (o.schedule != "constant" and o.min_lr > o.lr,
          lambda: f"actor.optimizer.min_lr {o.min_lr:g} is above actor.optimizer.lr {o.lr:g}; lower min_lr or raise lr"),
         (o.schedule != "constant" and o.warmup_steps >= decay,
-         lambda: f"actor.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; lower it or raise decay_steps"),
+         lambda: f"actor.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; "
+                 "lower it or raise decay_steps"),
         (learns and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
                                                       "prompt with each other; set at least 2"),
         (learns and r.temperature == 0, lambda: "rollout.temperature is 0 (greedy): all samples of a prompt would be equal and nothing is "
                                                 "learnt; set it above 0, such as 1.0"),
         (learns and bool(samples % c.actor.updates_per_step),
-         lambda: f"actor.updates_per_step {c.actor.updates_per_step} does not divide the {samples} samples of a step (rollout.prompts_per_step "
-                 f"{r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
+         lambda: f"actor.updates_per_step {c.actor.updates_per_step} does not divide the {samples} samples of a step "
+                 f"(rollout.prompts_per_step {r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
         (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
          lambda: f"actor.skip_old_log_probs is true with actor.updates_per_step {c.actor.updates_per_step}: from the second update on the "
                  "old log-probs would be wrong; set it to false or make one update per step"),
-        (e.every > 0 and e.data is None, lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),
+        (e.every > 0 and e.data is None,
+         lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),
         (c.kind == "evaluate" and e.data is None, lambda: "evaluation.data is not set; mcore-rl evaluate needs a file of held-out rows"),
         (e.data is not None and not e.greedy and e.samples == 0,
          lambda: "evaluation.greedy is false and evaluation.samples is 0, so nothing would be evaluated; set one of them"),

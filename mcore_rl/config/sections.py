@@ -23,7 +23,8 @@ class RunConfig:
     threads: int | None = option("CPU threads per rank; null: cores / local ranks. Results are bit-identical only at one thread count",
                                  None, low=1)
     device: Literal["auto", "cpu", "cuda"] = option("where tensors live; auto: cuda where there is one", "auto")
-    resume: Literal["auto", "never"] = option("auto: continue from the newest checkpoint in dir; never: refuse a dir that holds one", "auto")
+    resume: Literal["auto", "never"] = option("auto: continue from the newest checkpoint in dir; never: refuse a dir that holds one",
+                                              "auto")
     lease_wait_s: float = option("seconds to wait for another run that owns dir before giving up", 30.0, low=0)
     strict: bool = option("stop with an explanation when an on-policy gate breaks (algorithm.*_max); false: warn", True)
 
@@ -182,7 +183,8 @@ class DataConfig:
     system_prompt: str | None = option("system message put before every chat prompt that has none (only for prompt_format chat)", None)
     max_prompt_tokens: int = option("longest prompt in tokens", 1024, low=1)
     overlong: Literal["drop", "error"] = option("longer prompts: dropped and counted, or refused", "drop")
-    bad_rows: Literal["error", "drop"] = option("rows without a usable prompt or answer: refused with a list, or dropped and counted", "error")
+    bad_rows: Literal["error", "drop"] = option("rows without a usable prompt or answer: refused with a list, or dropped and counted",
+                                                "error")
     shuffle: bool = option("new order in every epoch, from run.seed; false: file order", True)
 
     def __post_init__(self) -> None:
@@ -246,7 +248,8 @@ class SftConfig:
     output: str = option("Hugging Face model directory to write at the end")
     steps: int = option("optimizer steps", 100, low=1)
     batch_size: int = option("sequences of one optimizer step, over all ranks", 32, low=1)
-    max_sequence_tokens: int | None = option("longest prompt + response in tokens, treated as data.overlong says; null: no limit", None, low=1)
+    max_sequence_tokens: int | None = option("longest prompt + response in tokens, treated as data.overlong says; null: no limit",
+                                             None, low=1)
 
     def __post_init__(self) -> None:
         check_ranges(self, "sft")

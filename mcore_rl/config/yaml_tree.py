@@ -110,7 +110,8 @@ def read_yaml(path: str | Path) -> tuple[Node, list[str]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"configuration file {str(path)!r} does not exist; give the path of a YAML file, such as configs/demo_cpu.yaml") from None
+        raise UserError(f"configuration file {str(path)!r} does not exist; give the path of a YAML file, such as "
+                        "configs/demo_cpu.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"configuration file {str(path)!r} cannot be read: {error}") from None
     return parse_yaml(text, str(path))

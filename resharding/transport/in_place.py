@@ -30,7 +30,8 @@ def execute(plan: Plan, source: Mapping[str, Any], destination: Mapping[str, tor
     """
     for copy in plan.copies:
         if rank in (copy.src_rank, copy.dst_rank) and copy.src_rank != copy.dst_rank:
-            raise WeightsError(f"{copy.canonical} must travel from rank {copy.src_rank} to rank {copy.dst_rank}: use the point-to-point transport")
+            raise WeightsError(f"{copy.canonical} must travel from rank {copy.src_rank} to rank {copy.dst_rank}: "
+                               "use the point-to-point transport")
     return copy_own(plan, source, destination, rank)
 
 

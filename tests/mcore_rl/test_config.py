@@ -37,7 +37,8 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
 def test_resolved_yaml_loads_to_an_equal_config(tmp_path: Path) -> None:
     for number, (kind, extra) in enumerate([
         ("train", []), ("train", ["algorithm.kl_coefficient=0.1", "reference.parallel.tp=2", "model.init.num_layers=2"]),
-        ("train", ["evaluation.data=e.jsonl", "evaluation.every=5", "evaluation.samples=4", "data.prompt_format=chat", "warm_up.config=w.yaml"]),
+        ("train", ["evaluation.data=e.jsonl", "evaluation.every=5", "evaluation.samples=4", "data.prompt_format=chat",
+                   "warm_up.config=w.yaml"]),
         ("sft", ["sft.output=out", "sft.steps=7"]), ("evaluate", ["evaluation.data=e.jsonl"]),
     ]):
         config = load_config(write(tmp_path, BASE), extra, kind)
@@ -46,8 +47,9 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path: Path) -> None:
         assert load_config(again, [], kind) == config
 
 
-@settings(max_examples=60, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1), lr=st.floats(1e-12, 0.99), seed=st.integers(0, 2**63))
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1),
+       lr=st.floats(1e-12, 0.99), seed=st.integers(0, 2**63))
 def test_any_text_and_number_survives_the_resolved_yaml(text: str, lr: float, seed: int) -> None:
     import tempfile
 
@@ -63,7 +65,8 @@ def test_all_unknown_keys_are_listed_with_line_and_nearest_key(tmp_path: Path) -
     path = write(tmp_path, text)
     message = refused(path, "rollout.top_pp=0.9", "--resume-form")
     for line, key, guess in [(2, "actor.optim", "actor.optimizer"), (3, "actor.optim.learning_rte", "actor.optimizer.lr"),
-                             (5, "actor.megatron.tensor_model_paralel_size", "actor.parallel.tp"), (8, "rollout.n", "rollout.samples_per_prompt"),
+                             (5, "actor.megatron.tensor_model_paralel_size", "actor.parallel.tp"),
+                             (8, "rollout.n", "rollout.samples_per_prompt"),
                              (7, "rollout.temprature", "rollout.temperature"), (11, "algorithmm.kl_coef", "algorithm.kl_coefficient"),
                              (10, "algorithmm", "algorithm"), (12, "Rollout", "rollout")]:
         assert f"{path}:{line}: unknown key {key}; did you mean {guess}?" in message
@@ -80,7 +83,8 @@ def test_numbers_are_numbers_however_they_are_written(tmp_path: Path, written: s
     assert load_config(write(tmp_path, BASE), [f"actor.optimizer.lr={written}"]).actor.optimizer.lr == value
 
 
-@pytest.mark.parametrize("written", ["1e-6x", "1e", "-1e-3", "1", "1e6", "1e+6", "null", "None", "true", "[1]", ".inf", ".nan", "nan", "4:00:00"])
+@pytest.mark.parametrize("written", [
+    "1e-6x", "1e", "-1e-3", "1", "1e6", "1e+6", "null", "None", "true", "[1]", ".inf", ".nan", "nan", "4:00:00"])
 def test_bad_learning_rates_are_refused_with_key_value_and_line(tmp_path: Path, written: str) -> None:
     path = write(tmp_path, BASE + f"actor:\n  optimizer:\n    lr: {written}\n")
     message = refused(path)
@@ -141,7 +145,8 @@ def test_keys_without_effect_are_refused(tmp_path: Path, override: str, words: s
     (["actor.parallel.sequence_parallel=true"], "actor.parallel.sequence_parallel is true with tp 1"),
     (["actor.parallel.tp=0"], "actor.parallel.tp is 0"), (["rollout.engine=embeded"], "did you mean embedded?"),
     (["algorithm.log_prob_gap_max=atuo"], "allowed: number or auto or null"), (["rollout.stop_token_ids=3"], "list of whole numbers"),
-    (["rollout={max_tokens: 3}"], "key by key"), (["actor.optimizer.lr="], "one value per key"), (["data.answer_field=null"], "name the field")])
+    (["rollout={max_tokens: 3}"], "key by key"), (["actor.optimizer.lr="], "one value per key"),
+    (["data.answer_field=null"], "name the field")])
 def test_contradictions_and_bad_values_are_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
     assert words in refused(write(tmp_path, BASE), *overrides)
 

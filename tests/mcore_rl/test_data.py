@@ -16,7 +16,8 @@ from mcore_rl.tokens import character_tokenizer, load_tokenizer
 from parallel.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "add 2 and 3"}]
-PLAIN_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+PLAIN_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+                  "{% if add_generation_prompt %}a:{% endif %}")
 
 
 def bos_tokenizer(bos: str | None = "<s>") -> Any:
@@ -56,7 +57,8 @@ def test_chat_and_text_have_one_bos(tmp_path: Path) -> None:
     assert twice.prompt_ids == (0, 6, 7)
     (without,), _ = load(tmp_path, [{"prompt": MESSAGES, "answer": "5"}], bos_tokenizer(None), prompt_format="chat")
     assert "None" not in without.prompt_text and without.prompt_ids == (3, 5, 6, 7, 8, 9, 4, 5)
-    (example,), _ = sft_examples(DataConfig(train=jsonl(tmp_path / "s.jsonl", [{"prompt": MESSAGES, "response": "5"}]), prompt_format="chat"), tokenizer)
+    pairs = DataConfig(train=jsonl(tmp_path / "s.jsonl", [{"prompt": MESSAGES, "response": "5"}]), prompt_format="chat")
+    (example,), _ = sft_examples(pairs, tokenizer)
     assert example.token_ids == (0, 3, 5, 6, 7, 8, 9, 4, 5, 10, 1) and example.mask == (0,) * 9 + (1, 1)
 
 

@@ -20,11 +20,14 @@ def row(answer: str | None, index: int = 3) -> Row:
 
 
 @pytest.mark.parametrize(("response", "gold", "score"), [
-    ("7*8=56\n#### 56\n" + "The steps above agree with this value. " * 8, "56", 1), ("#### $1,250.", "1250", 1), ("#### 1,250.00", "1250", 1),
+    ("7*8=56\n#### 56\n" + "The steps above agree with this value. " * 8, "56", 1),
+    ("#### $1,250.", "1250", 1), ("#### 1,250.00", "1250", 1),
     ("#### -5", "-5", 1), ("#### 5", "-5", 0), ("#### 42 apples", "42", 1), ("####42", "42", 1), ("#### 12\nNo, wrong.\n#### 18", "18", 1),
-    ("#### 12\nNo, wrong.\n#### 18", "12", 0), ("#### 3.0", "3", 1), ("The total is 18.", "18", 0), ("#### ", "0", 0), ("#### 7\r\n", "7", 1),
+    ("#### 12\nNo, wrong.\n#### 18", "12", 0),
+    ("#### 3.0", "3", 1), ("The total is 18.", "18", 0), ("#### ", "0", 0), ("#### 7\r\n", "7", 1),
     ("####  **64**", "64", 1), ("#### -$5", "-5", 1), ("#### \u22125", "-5", 1), ("#### 12/5", "12", 0), ("#### 1,2,3", "1", 0),
-    ("#### 3.14/2", "3", 0), ("#### 18 2nd", "18", 1), ("#### \n18", "18", 0), ("#### 18", "He packs <<15+3=18>>18.\n#### 18", 1), ("", "0", 0),
+    ("#### 3.14/2", "3", 0), ("#### 18 2nd", "18", 1), ("#### \n18", "18", 0),
+    ("#### 18", "He packs <<15+3=18>>18.\n#### 18", 1), ("", "0", 0),
     ("#### 100000000000000000001", "100000000000000000000", 0)])
 def test_gsm8k(response: str, gold: str, score: float) -> None:
     assert make_reward(RewardConfig(name="gsm8k"))(response, row(gold)) == score
@@ -68,7 +71,8 @@ def test_a_users_function_is_found_in_the_working_directory(module: Any) -> None
 
 @pytest.mark.parametrize(("path", "words"), [
     ("own_rewards.length", "write package.module:function"), ("absent_module:f", "no module named 'absent_module'"),
-    ("own_rewards:lenght", "did you mean length?"), ("own_rewards:one", "called with .response, row."), ("own_rewards:later", "not a plain function"),
+    ("own_rewards:lenght", "did you mean length?"), ("own_rewards:one", "called with .response, row."),
+    ("own_rewards:later", "not a plain function"),
     ("own_rewards:value", "not a plain function")])
 def test_functions_that_cannot_be_used_are_refused(module: Any, path: str, words: str) -> None:
     with pytest.raises(UserError, match=words):

@@ -95,8 +95,8 @@ def trtllm_shard(full: Tensors, c: ModelConfig, tp: int, t: int) -> Tensors:
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             out[p + norm] = full[p + norm]
         for kind in ("weight", "bias") if c.qkv_bias else ("weight",):
-            out[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat(
-                [heads(full[f"{p}self_attn.{x}_proj.{kind}"], n) for x, n in (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads))])
+            counts = (("q", c.num_heads), ("k", c.num_kv_heads), ("v", c.num_kv_heads))
+            out[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([heads(full[f"{p}self_attn.{x}_proj.{kind}"], n) for x, n in counts])
         out[p + "mlp.gate_up_proj.weight"] = torch.cat([full[f"{p}mlp.{x}_proj.weight"].chunk(tp)[t] for x in ("gate", "up")])
         for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             out[p + name] = full[p + name].chunk(tp, 1)[t]

@@ -116,7 +116,8 @@ def test_vocabulary_padding_has_megatrons_sizes_and_is_zero() -> None:
         assert [t[name].shape[0] for t in ranks] == [56] * 4
         assert torch.cat([t[name] for t in ranks])[203:].abs().sum() == 0
     for tp in (1, 2):
-        assert sum(mcore_layout(model, ParallelConfig(tp=tp), r, tp, torch.float32)["output_layer.weight"].shape[0] for r in range(tp)) == 208
+        layouts = [mcore_layout(model, ParallelConfig(tp=tp), r, tp, torch.float32) for r in range(tp)]
+        assert sum(layout["output_layer.weight"].shape[0] for layout in layouts) == 208
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=4), ParallelConfig(pp=2, vpp=2), ParallelConfig(tp=2, pp=2)])
@@ -147,7 +148,8 @@ def test_a_critic_asks_for_no_head() -> None:
 def test_transformer_engine_names_fuse_the_norms_into_the_linears() -> None:
     model = tiny("qwen2")
     local, te = (mcore_layout(model, ParallelConfig(), 0, 1, torch.float32, names=n) for n in ("local", "te"))
-    renamed = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+    renamed = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+               "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
     expected = []
     for tensor in local.tensors:
         name = tensor.name

@@ -1,4 +1,4 @@
-"""The `mcore` layout is what Megatron-Core itself builds: same names and shapes, and logits of a model filled through it."""
+"""The `mcore` layout is what Megatron-Core itself builds: same names and shapes, and a HF directory fills them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from checkpoint.hf import read_hf
 from parallel.config import ParallelConfig
-from parallel.device import select_device
+from parallel.device import prepare_megatron, select_device
 from parallel.model_config import ModelConfig
 from parallel.training import build
 from resharding.layout import check_tensors
@@ -22,15 +22,17 @@ from tests.worker_pool import run_ranks
 def fill(directory: Path, parallel: ParallelConfig) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = ModelConfig.from_directory(directory)
-    built = build(model, parallel, "float32", select_device("cpu"), rank, world, seed=0)
-    tensors, layout = built.tensors(), mcore_layout(model, parallel, rank, world, torch.float32)
+    device = select_device("cpu")
+    prepare_megatron(device)
+    tensors = build(model, parallel, "float32", device, rank, world, seed=0).tensors
+    layout = mcore_layout(model, parallel, rank, world, torch.float32)
     assert sorted(tensors) == sorted(layout.by_name)
     check_tensors(layout, tensors)
     read_hf(directory, layout, tensors, model)
 
 
-@pytest.mark.parametrize("world, parallel", [(1, ParallelConfig()), (2, ParallelConfig(tp=2)), (2, ParallelConfig(pp=2, vpp=2)), (4, ParallelConfig(tp=2, pp=2)),
-                                             (4, ParallelConfig(tp=4))])
+@pytest.mark.parametrize("world, parallel", [(1, ParallelConfig()), (2, ParallelConfig(tp=2)), (2, ParallelConfig(pp=2, vpp=2)),
+                                             (4, ParallelConfig(tp=2, pp=2)), (4, ParallelConfig(tp=4))])
 def test_the_layout_names_and_shapes_are_megatrons(tmp_path: Path, world: int, parallel: ParallelConfig) -> None:
     for family, tied in (("llama", True), ("qwen2", False)):
         directory = write_model(tmp_path / family, family, tie_word_embeddings=tied)

@@ -18,7 +18,8 @@ from trtllm_rollout.embedded.engine import EmbeddedEngine
 from trtllm_rollout.protocol import Completion, Request, SamplingParams
 
 
-def make_engine(directory: str | Path, version: int | None = 1, dtype: torch.dtype = torch.float32, tp: int = 1, **options: Any) -> EmbeddedEngine:
+def make_engine(directory: str | Path, version: int | None = 1, dtype: torch.dtype = torch.float32, tp: int = 1,
+                **options: Any) -> EmbeddedEngine:
     """An engine with the directory's weights, committed as `version` (None: not committed). `tp` > 1 takes the whole world."""
     model = ModelConfig.from_directory(directory)
     rank = dist.get_rank() if tp > 1 else 0

@@ -27,7 +27,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(root / name.replace(" ", "_"), seed=i, **options) for i, (name, options) in enumerate(MODELS.items())}
 
 
-def _greedy(directory: str, texts: list[tuple[int, ...]], max_tokens: int, stop: tuple[int, ...], tp: int, max_batch_size: int) -> list[tuple[int, ...]]:
+def _greedy(directory: str, texts: list[tuple[int, ...]], max_tokens: int, stop: tuple[int, ...], tp: int,
+            max_batch_size: int) -> list[tuple[int, ...]]:
     engine = make_engine(directory, tp=tp, max_batch_size=max_batch_size)
     done = engine.generate(requests(texts, temperature=0, max_tokens=max_tokens, stop_token_ids=stop))
     return [c.token_ids for c in done]
@@ -93,6 +94,7 @@ def test_the_same_tokens_are_drawn_on_one_and_on_two_ranks(directories: dict[str
 
 def test_bf16_log_probs_stay_near_fp32(directories: dict[str, Path]) -> None:
     """bf16 keeps 8 bits: the log-probs of the bf16 engine's own tokens are near an fp32 recomputation, not equal to it."""
-    for text, (answer, log_probs) in zip([t for t in prompts(4) for _ in range(2)], _sampled(directories["llama"], 1, torch.bfloat16), strict=True):
+    texts = [text for text in prompts(4) for _ in range(2)]
+    for text, (answer, log_probs) in zip(texts, _sampled(directories["llama"], 1, torch.bfloat16), strict=True):
         expected = recomputed_log_probs(directories["llama"], text, answer, 0.7)
         assert (torch.tensor(log_probs, dtype=torch.float64) - expected).abs().mean() < 0.3

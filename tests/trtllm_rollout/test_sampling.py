@@ -66,7 +66,8 @@ def test_drawn_tokens_have_the_exact_distribution(cut: tuple[float, int, float],
     assert chi_square_z(counts, probabilities) < 3.5
 
 
-@pytest.mark.parametrize("distort", [lambda u: u ** 1.3, lambda u: (u * 0.9), lambda u: (u * 8).floor() / 8], ids=["skewed", "short", "coarse"])
+@pytest.mark.parametrize("distort", [lambda u: u ** 1.3, lambda u: u * 0.9, lambda u: (u * 8).floor() / 8],
+                         ids=["skewed", "short", "coarse"])
 def test_a_distorted_sampler_fails_the_same_check(distort: object, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = sampling.inverse_transform
     monkeypatch.setattr(sampling, "inverse_transform", lambda weights, uniform: honest(weights, distort(uniform)))  # type: ignore[operator]

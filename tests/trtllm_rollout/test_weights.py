@@ -68,7 +68,8 @@ def test_new_weights_are_used_at_once_and_old_ones_give_the_old_answer(directory
         before = engine.stats()["prefill_tokens"]
         done = engine.generate(WORK)
         assert [c.token_ids for c in done] == expected[source]
-        assert engine.stats()["prefill_tokens"] - before == sum(len(r.prompt_ids) for r in WORK), "a prompt is computed anew under new weights"
+        computed = engine.stats()["prefill_tokens"] - before
+        assert computed == sum(len(r.prompt_ids) for r in WORK), "a prompt is computed anew under new weights"
         assert {v for c in done for v in c.versions} == {version}
 
 
@@ -199,6 +200,24 @@ def _version_mix(directory: str) -> str:
 def test_ranks_with_different_versions_refuse(directory: Path) -> None:
     for message in run_ranks(2, _version_mix, str(directory)):
         assert "versions [1, 2]" in message
+
+
+def _half_committed(directory: str) -> list[str]:
+    engine = make_engine(directory, version=None if dist.get_rank() else 1, tp=2)
+    said = []
+    for _ in range(2):
+        try:
+            engine.generate(WORK)
+        except EngineRefuses as error:
+            said.append(str(error))
+    engine.begin_update()
+    engine.commit(2)
+    return [*said, str(len(engine.generate(WORK)))]
+
+
+def test_every_rank_refuses_where_one_has_no_version_and_all_recover_together(directory: Path) -> None:
+    for first, second, count in run_ranks(2, _half_committed, str(directory)):
+        assert "tp rank 1: no weights version is committed" in first and "refuses" not in second and count == "6"
 
 
 def _padding_ids(directory: str) -> set[int]:

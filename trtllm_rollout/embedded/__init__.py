@@ -1,0 +1,1 @@
+"""The embedded engine: PyTorch, weights in TensorRT-LLM's rank-local layout, runs wherever torch runs."""

@@ -96,8 +96,6 @@ class EmbeddedEngine:
             if request.request_id in known:
                 raise UserError(f"request {request.request_id}: an unfinished request has this id already; ids must differ")
             known.add(request.request_id)
-        if self._refusal:
-            raise EngineRefuses(f"engine: {self._refusal}")
         if self._parallel.size > 1:
             self._submitted = zlib.crc32(repr(list(requests)).encode(), self._submitted)
         self._work.add(requests)
@@ -111,9 +109,9 @@ class EmbeddedEngine:
                 self._advance()
 
     def _advance(self) -> None:
-        """One step of the work, timed; a refusal ends all of it."""
-        if self._refusal or self._version is None:
-            raise EngineRefuses(f"engine: {self._refusal}")
+        """One step of the work, timed; a refusal ends all of it. Work may have come since the stream began, and an update."""
+        if self._version is None or not self._verified:
+            self._ready()
         start = time.perf_counter()
         try:
             self._finished += self._work.step(self._version)
@@ -163,10 +161,10 @@ class EmbeddedEngine:
 
     def _check(self, request: Request) -> None:
         """Refuse a request that cannot be generated. Raises UserError with the numbers."""
-        sampling, count, vocab = request.sampling, len(request.prompt_ids), self._model.vocab_size
-        if count + sampling.max_tokens > self._max_seq_len:
-            raise UserError(f"request {request.request_id}: {count} prompt tokens + max_tokens {sampling.max_tokens} = {count + sampling.max_tokens} "
-                            f"exceed the engine's {self._max_seq_len} (max_position_embeddings {self._model.max_position_embeddings}); "
+        count, more, vocab = len(request.prompt_ids), request.sampling.max_tokens, self._model.vocab_size
+        if count + more > self._max_seq_len:
+            raise UserError(f"request {request.request_id}: {count} prompt tokens + max_tokens {more} = {count + more} exceed the engine's "
+                            f"{self._max_seq_len} (the model's max_position_embeddings: {self._model.max_position_embeddings}); "
                             "shorten the prompt or lower max_tokens")
         for token in (min(request.prompt_ids), max(request.prompt_ids)):
             if not 0 <= token < vocab:
@@ -185,8 +183,9 @@ class EmbeddedEngine:
             self._end_work()
             raise EngineRefuses(f"engine: {' and '.join(asleep[0])} asleep; wake first")
         if any(s[1:3] != states[0][1:3] for s in states):
-            self._refuse(f"ranks disagree: versions {[s[1] for s in states]}, requests {'differ' if len({s[2] for s in states}) > 1 else 'equal'}; "
-                         "every rank must commit the same version and submit the same requests")
+            work = "differ" if len({s[2] for s in states}) > 1 else "equal"
+            self._refuse(f"ranks disagree: versions {[s[1] for s in states]}, requests {work}; every rank must commit the same version "
+                         "and submit the same requests")
         if not self._verified:
             self._verify()
 
@@ -204,7 +203,7 @@ class EmbeddedEngine:
 
     def _refuse(self, why: str) -> None:
         """Stay refused until the next update; unfinished work ends unanswered."""
-        self._refusal = why
+        self._refusal = self._refusal or why
         self._end_work()
         raise EngineRefuses(f"engine: {why}")
 
@@ -224,4 +223,5 @@ def _check_tags(tags: Sequence[str]) -> None:
     for tag in [tags] if isinstance(tags, str) else tags:
         if tag not in TAGS:
             close = nearest(tag, TAGS)
-            raise UserError(f"engine sleep/wake: unknown tag {tag!r}{f', did you mean {close!r}?' if close else ''}; allowed: a list of {', '.join(TAGS)}")
+            hint = f", did you mean {close!r}?" if close else ""
+            raise UserError(f"engine sleep/wake: unknown tag {tag!r}{hint}; allowed: a list of {', '.join(TAGS)}")

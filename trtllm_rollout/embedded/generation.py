@@ -80,7 +80,8 @@ class Generation:
         if admission.prefill:
             self._prefill(admission)
         copies = [s for s in admission.starts if s.source is not None]
-        self._cache.copy([s.source for s in copies], [s.slot for s in copies], max((len(s.group.request.prompt_ids) for s in copies), default=0))
+        self._cache.copy([s.source for s in copies], [s.slot for s in copies],
+                         max((len(s.group.request.prompt_ids) for s in copies), default=0))
         for start in admission.starts:
             self._sequences.assign(start.slot, start.group.request, start.sample)
         finished: list[Completion] = []
