@@ -22,6 +22,7 @@ from parallel.model_config import ModelConfig
 from parallel.training import TrainingModel
 
 FORMAT = "mcore-rl model 1"
+_HOW = "write it with `mcore-rl convert hf:DIR mcore:DIR`"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class ModelDirectory:
     make_vocab_size_divisible_by: int
 
 
-def save_model(directory: str | Path, training: TrainingModel, source_hf_dir: str | Path | None = None, overwrite: bool = False) -> None:
+def save_model(directory: str | Path, training: TrainingModel, source_hf_dir: str | Path | None = None,
+               overwrite: bool = False) -> None:
     """Collective: write the weights of `training` to `directory`, whole or not at all.
 
     Tokenizer files are copied from `source_hf_dir`. Raises UserError where `directory` exists and `overwrite` is not set.
@@ -66,18 +68,19 @@ def read_metadata(directory: str | Path) -> ModelDirectory:
     try:
         data = json.loads(path.read_text())
         if data.get("format") != FORMAT:
-            raise UserError(f"{path} has format {data.get('format')!r}; allowed: {FORMAT!r}; write it with `mcore-rl convert hf:DIR mcore:DIR`")
+            raise UserError(f"{path} has format {data.get('format')!r}; allowed: {FORMAT!r}; {_HOW}")
         return ModelDirectory(data["format"], str(data["dtype"]), int(data["make_vocab_size_divisible_by"]))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{str(directory)!r} is no model in Megatron's format ({path.name}: {error}); write it with `mcore-rl convert hf:DIR mcore:DIR`") from None
+        raise UserError(f"{str(directory)!r} is no model in Megatron's format ({path.name}: {error}); {_HOW}") from None
 
 
 def model_config_of(directory: str | Path) -> ModelConfig:
     """The architecture of a model directory; its `hf/` is where the tokenizer is read from."""
     found = read_metadata(directory)
-    return ModelConfig.from_directory(Path(directory) / "hf", dtype=found.dtype, make_vocab_size_divisible_by=found.make_vocab_size_divisible_by)
+    return ModelConfig.from_directory(Path(directory) / "hf", dtype=found.dtype,
+                                      make_vocab_size_divisible_by=found.make_vocab_size_divisible_by)
 
 
 def load_model(directory: str | Path, training: TrainingModel) -> None:

@@ -85,7 +85,8 @@ def verify(directory: str | Path) -> Path:
         raise UserError(f"checkpoint {str(directory)!r} does not exist; give a directory like .../checkpoints/{step_name(10)}")
     damage = find_damage(path)
     if damage:
-        raise UserError(f"checkpoint {str(directory)!r} is not complete: {damage}; resume from another one, or let the run choose (it takes the newest complete one)")
+        raise UserError(f"checkpoint {str(directory)!r} is not complete: {damage}; resume from another one, "
+                        "or let the run choose (it takes the newest complete one)")
     return path
 
 

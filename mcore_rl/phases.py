@@ -64,7 +64,7 @@ def _shapes(columns: tuple[str, ...], batch: Batch) -> str:
     for column in columns:
         values = batch.columns.get(column) or [getattr(s, column, None) for s in batch.samples] or batch.rows
         first = values[0] if len(values) else None
-        ragged = hasattr(first, "__len__") and not isinstance(first, str)
+        ragged = isinstance(first, tuple) or getattr(first, "ndim", 0) == 1
         shown.append(f"{column}[{len(values)}" + (f" x {min(map(len, values))}..{max(map(len, values))}]" if ragged else "]"))
     return ", ".join(shown) or "-"
 

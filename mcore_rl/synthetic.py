@@ -11,15 +11,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 FORGETS_CARRY = 0.85  # share of warm-up rows with a carry in which it is dropped
+_CARRY_SHARE = 0.7  # of all rows
 _HELD_OUT = 0.1
 
 
+def has_carry(a: int, b: int) -> bool:
+    """Whether the units add up to ten or more."""
+    return a % 10 + b % 10 >= 10
+
+
 def _sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All pairs of two-digit numbers, cut into (train, held out)."""
+    """Pairs of numbers below 100, most of which need a carry, cut into (train, held out)."""
+    choice = random.Random(7)
     pairs = [(a, b) for a in range(100) for b in range(100)]
-    random.Random(7).shuffle(pairs)
-    cut = int(len(pairs) * (1 - _HELD_OUT))
-    return pairs[:cut], pairs[cut:]
+    carry = [p for p in pairs if has_carry(*p)]
+    plain = choice.sample([p for p in pairs if not has_carry(*p)], round(len(carry) / _CARRY_SHARE * (1 - _CARRY_SHARE)))
+    chosen = carry + plain
+    choice.shuffle(chosen)
+    cut = int(len(chosen) * (1 - _HELD_OUT))
+    return chosen[:cut], chosen[cut:]
 
 
 def _addition_row(a: int, b: int) -> dict[str, Any]:

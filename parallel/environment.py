@@ -81,8 +81,9 @@ def read_environment(env: Mapping[str, str] = os.environ,
             logger.warning("SLURM_NTASKS=%s but this process was not started by srun: it runs as a world of one", env["SLURM_NTASKS"])
         found = Environment(0, 1, 0, 1, env.get("MASTER_ADDR") or "127.0.0.1", number(env, "MASTER_PORT", default=29500), "plain")
     if found.nodes > 1 and is_loopback(found.master_addr) and env.get(ALLOW_LOOPBACK) != "1":
-        raise UserError(f"{found.launcher}: MASTER_ADDR is {found.master_addr!r} in a world of {found.nodes} nodes; other nodes cannot reach it: "
-                        f"unset it or give a name or address of the first node (where all nodes are one machine, set {ALLOW_LOOPBACK}=1)")
+        raise UserError(f"{found.launcher}: MASTER_ADDR is {found.master_addr!r} in a world of {found.nodes} nodes; "
+                        f"other nodes cannot reach it: unset it or give a name or address of the first node "
+                        f"(where all nodes are one machine, set {ALLOW_LOOPBACK}=1)")
     return found
 
 
@@ -96,8 +97,9 @@ def _from_rank(env: Mapping[str, str]) -> Environment:
 def _from_slurm(env: Mapping[str, str]) -> Environment:
     tasks = slurm_tasks(env)
     if tasks.torchrun_per_node:
-        raise UserError(f"srun started one task on each of {len(tasks.per_node)} nodes that have {tasks.per_node[0]} GPUs; start torchrun "
-                        f"--nproc-per-node={tasks.per_node[0]} in each task (world {tasks.world_size}), or use --ntasks-per-node={tasks.per_node[0]}")
+        raise UserError(f"srun started one task on each of {len(tasks.per_node)} nodes that have {tasks.per_node[0]} GPUs; "
+                        f"start torchrun --nproc-per-node={tasks.per_node[0]} in each task (world {tasks.world_size}), "
+                        f"or use --ntasks-per-node={tasks.per_node[0]}")
     rank, node, local = number(env, "SLURM_PROCID"), number(env, "SLURM_NODEID", default=0), number(env, "SLURM_LOCALID", default=0)
     each = tasks.per_node[0]
     if rank != node * each + local:
@@ -116,7 +118,8 @@ def slurm_master(env: Mapping[str, str]) -> str:
         return env["MASTER_ADDR"]
     hosts = slurm_hosts(env)
     if not hosts and number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1) > 1:
-        raise UserError("srun: neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set for a step of several nodes; set MASTER_ADDR to the first node")
+        raise UserError("srun: neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set for a step of several nodes; "
+                        "set MASTER_ADDR to the first node")
     return hosts[0] if len(hosts) > 1 else "127.0.0.1"
 
 
@@ -175,8 +178,8 @@ def check_master(environment: Environment, resolve: Callable[[str], str] = socke
         raise UserError(f"master address {environment.master_addr!r} does not resolve on {socket.gethostname()}: {error}; "
                         "set MASTER_ADDR to a name or address of the first node that all nodes know") from None
     if is_loopback(address) and environment.rank >= environment.local_world_size:
-        raise UserError(f"master address {environment.master_addr!r} resolves to {address} on {socket.gethostname()}, which is not that node; "
-                        "set MASTER_ADDR to an address of the first node that all nodes can reach")
+        raise UserError(f"master address {environment.master_addr!r} resolves to {address} on {socket.gethostname()}, "
+                        "which is not that node; set MASTER_ADDR to an address of the first node that all nodes can reach")
 
 
 def start(environment: Environment, backend: str, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -198,7 +201,8 @@ def start(environment: Environment, backend: str, timeout: timedelta = timedelta
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise UserError(f"rank {environment.rank} cannot meet the others at {environment.master_addr}:{environment.master_port} "
-                        f"({environment.launcher}): {str(error).splitlines()[0]}; set MASTER_ADDR to the first node and MASTER_PORT to a free port") from None
+                        f"({environment.launcher}): {str(error).splitlines()[0]}; set MASTER_ADDR to the first node and MASTER_PORT "
+                        "to a free port") from None
 
 
 def die_with_parent() -> None:

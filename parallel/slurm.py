@@ -137,7 +137,8 @@ def number(env: Mapping[str, str], *names: str, default: int | None = None) -> i
             try:
                 return int(env[name])
             except ValueError:
-                raise UserError(f"environment variable {name}={env[name]!r} is not a whole number; unset it or start through a launcher") from None
+                raise UserError(f"environment variable {name}={env[name]!r} is not a whole number; "
+                                "unset it or start through a launcher") from None
     if default is None:
         raise UserError(f"environment variable {names[0]} is not set although the others of its launcher are; "
                         "start all ranks with torchrun, mpirun or srun")

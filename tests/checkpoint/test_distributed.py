@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def test_the_same_layout_continues_bit_for_bit(layout: dict[str, Any], options: 
 
 
 @pytest.mark.parametrize(("written", "read", "options"), [
-    (TP2, DP2, {}), (DP2, PP2, {}), (PP2, TP2, {}), (VPP2, TP2, {}), (TP2, PP2, {"distributed_optimizer": False}), (TP2, DP2, {"dtype": "bfloat16"}),
+    (TP2, DP2, {}), (DP2, PP2, {}), (PP2, TP2, {}), (VPP2, TP2, {}),
+    (TP2, PP2, {"distributed_optimizer": False}), (TP2, DP2, {"dtype": "bfloat16"}),
 ], ids=["tp2-dp2", "dp2-pp2", "pp2-tp2", "pp2vpp2-tp2", "tp2-pp2-plain", "tp2-dp2-bf16"])
 def test_another_layout_reads_every_tensor(written: dict[str, Any], read: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
     directory = str(tmp_path / "step")
@@ -76,7 +78,6 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_by_name(tmp_path:
     ):
         for said in run_ranks(2, trainers.load_wrong, directory, **options):
             assert said.startswith("UserError")
-            import re
             assert re.search(message, said), said
 
 

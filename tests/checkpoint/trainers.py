@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import distributed, mcore, rng
+from parallel import groups
 from parallel.config import ParallelConfig
-from parallel.device import prepare_megatron, select_device
+from parallel.device import Device, prepare_megatron, select_device
 from parallel.micro_batch import make_micro_batches
 from parallel.model_config import ModelConfig
 from parallel.training import OptimizerConfig, TrainingModel, build
@@ -22,14 +23,21 @@ MODEL = dict(family="llama", hidden_size=32, intermediate_size=48, num_layers=4,
 Tensors = dict[str, torch.Tensor]
 
 
-def make(layout: dict[str, Any], seed: int = 1, distributed_optimizer: bool = True, dtype: str = "float32", optimizer: dict[str, Any] | None = None,
-         **changes: Any) -> TrainingModel:
+def prepared_device() -> Device:
+    groups._cache.clear()  # the pool's processes outlive their worlds: groups of an older one must not be found
     device = select_device("cpu")
     prepare_megatron(device)
+    return device
+
+
+def make(layout: dict[str, Any], seed: int = 1, distributed_optimizer: bool = True, dtype: str = "float32",
+         optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainingModel:
+    device = prepared_device()
     torch.manual_seed(seed)
-    options = OptimizerConfig(**{**dict(lr=1e-2, distributed=distributed_optimizer, warmup_steps=3, schedule="cosine", decay_steps=10, weight_decay=0.1),
-                                 **(optimizer or {})})
-    training = build(ModelConfig(**{**MODEL, **changes}), ParallelConfig(**layout), dtype, device, dist.get_rank(), dist.get_world_size(), seed, options)
+    defaults = dict(lr=1e-2, distributed=distributed_optimizer, warmup_steps=3, schedule="cosine", decay_steps=10, weight_decay=0.1)
+    options = OptimizerConfig(**{**defaults, **(optimizer or {})})
+    training = build(ModelConfig(**{**MODEL, **changes}), ParallelConfig(**layout), dtype, device, dist.get_rank(), dist.get_world_size(),
+                     seed, options)
     training.reload_main_params()
     return training
 
@@ -163,7 +171,6 @@ def read_model_directory(directory: str, layout: dict[str, Any]) -> Tensors:
 
 
 def make_of(model: ModelConfig, layout: dict[str, Any], seed: int) -> TrainingModel:
-    device = select_device("cpu")
-    prepare_megatron(device)
+    device = prepared_device()
     torch.manual_seed(seed)
     return build(model, ParallelConfig(**layout), "float32", device, dist.get_rank(), dist.get_world_size(), seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from checkpoint.lease import acquire
 from checkpoint.publish import load_rank_file, publishing, save_rank_file
-from checkpoint.run_state import clean_leftovers, find_latest, keep_newest, read_state, write_state
+from checkpoint.run_state import find_latest, keep_newest, read_state, resume_point, write_state
 from checkpoint.together import rank
 
 
@@ -69,18 +71,39 @@ def lease_and_collide(run_dir: str) -> list[str]:
     return said
 
 
-def publish_for_ever(run_dir: str, size: str) -> None:
-    """For kill -9: publish step after step, starting after the newest; say each step before and after."""
+def publish_for_ever(run_dir: str, pipe: int) -> None:
+    """For kill -9: publish step after step, starting after the newest; tell each step once it is published."""
     with acquire(run_dir, wait_s=20) as lease:
-        clean_leftovers(run_dir)
-        latest = find_latest(run_dir)
+        latest = resume_point(run_dir)
         step = content(latest) if latest else 0
-        print(f"resumed {step}", flush=True)
+        os.write(pipe, f"{step}\n".encode())
         while True:
             step += 1
-            save(run_dir, step, int(size), lease)
-            print(f"published {step}", flush=True)
+            save(run_dir, step, 20000, lease)
+            os.write(pipe, f"{step}\n".encode())
             keep_newest(run_dir, 2)
+
+
+def kill_rounds(run_dir: str, rounds: str, seed: str) -> None:
+    """Fork a publisher and SIGKILL it at a random moment, again and again; after each kill print a line:
+    step it resumed from, last step it said was published, step found now, 1 where a kill left a temporary directory."""
+    draw = random.Random(int(seed))
+    for _ in range(int(rounds)):
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            publish_for_ever(run_dir, writer)
+        os.close(writer)
+        with open(reader) as lines:
+            told = [lines.readline() for _ in range(2)]
+            began = time.monotonic()
+            told.append(lines.readline())
+            time.sleep(draw.uniform(0.0, 1.2) * (time.monotonic() - began))  # somewhere within one publish, however slow the disk is
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            told += lines
+        left = any(name.startswith(".tmp-") for name in os.listdir(Path(run_dir, "checkpoints")))
+        latest = find_latest(run_dir)
+        print(int(told[0]), int(told[-1]), content(latest) if latest else 0, int(left), flush=True)
 
 
 def hold(run_dir: str, how: str) -> None:

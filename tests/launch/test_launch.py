@@ -36,7 +36,8 @@ def launchers() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("launcher", launchers())
 def test_ranks_find_each_other(launcher: str, tmp_path: Path) -> None:
-    done = subprocess.run([*launchers()[launcher], "sum_ranks", str(tmp_path)], env=clean_environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run([*launchers()[launcher], "sum_ranks", str(tmp_path)], env=clean_environment(), capture_output=True,
+                          text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     size = 1 if launcher == "plain" else 2
     for rank in range(size):

@@ -13,7 +13,8 @@ from parallel.errors import UserError
 from parallel.slurm import expand_hostlist, slurm_tasks
 
 HOSTLISTS = {
-    "node[01-03,07]": "node01 node02 node03 node07", "gpu3": "gpu3", "login0,gpu[003,007-009],big1": "login0 gpu003 gpu007 gpu008 gpu009 big1",
+    "node[01-03,07]": "node01 node02 node03 node07", "gpu3": "gpu3",
+    "login0,gpu[003,007-009],big1": "login0 gpu003 gpu007 gpu008 gpu009 big1",
     "n[9-11]": "n9 n10 n11", "n[009-011]": "n009 n010 n011", "a1,a2": "a1 a2", " node[1-2] ": "node1 node2", "n[08,8]": "n08 n8",
     "r[1-2]n[0-1]": "r1n0 r1n1 r2n0 r2n1", "c[1-2]-ib": "c1-ib c2-ib",
 }
@@ -53,7 +54,8 @@ def test_one_task_a_node_with_many_gpus_means_one_torchrun_a_node() -> None:
 
 @pytest.mark.parametrize(("env", "message"), [
     (dict(SLURM_NNODES="4", SLURM_TASKS_PER_NODE="8(x3),4", SLURM_NTASKS="28"), r"\[8, 8, 8, 4\]"),
-    (dict(SLURM_NNODES="2", SLURM_NTASKS="16", SLURM_TASKS_PER_NODE="8(x2)", SLURM_GPUS_ON_NODE="4"), "8 tasks on a node with SLURM_GPUS_ON_NODE=4"),
+    (dict(SLURM_NNODES="2", SLURM_NTASKS="16", SLURM_TASKS_PER_NODE="8(x2)", SLURM_GPUS_ON_NODE="4"),
+     "8 tasks on a node with SLURM_GPUS_ON_NODE=4"),
     (dict(SLURM_NNODES="2", SLURM_NTASKS="9", SLURM_TASKS_PER_NODE="4(x2)"), r"\[4, 4\] do not agree with 2 nodes and 9 tasks"),
     (dict(SLURM_NNODES="2", SLURM_TASKS_PER_NODE="4x2"), "SLURM_TASKS_PER_NODE='4x2'"),
 ])
@@ -99,7 +101,8 @@ def test_a_batch_script_is_not_a_rank() -> None:
 
 
 def test_torchrun_inside_srun_wins() -> None:
-    inner = dict(RANK="5", WORLD_SIZE="16", LOCAL_RANK="5", LOCAL_WORLD_SIZE="8", MASTER_ADDR="gpu04", MASTER_PORT="29501", TORCHELASTIC_RUN_ID="x")
+    inner = dict(RANK="5", WORLD_SIZE="16", LOCAL_RANK="5", LOCAL_WORLD_SIZE="8",
+                 MASTER_ADDR="gpu04", MASTER_PORT="29501", TORCHELASTIC_RUN_ID="x")
     assert read_environment(srun(0) | inner) == Environment(5, 16, 5, 8, "gpu04", 29501, "torchrun")
     del inner["TORCHELASTIC_RUN_ID"]
     assert read_environment(inner).launcher == "env"

@@ -106,7 +106,7 @@ SEQUENCES = [[(11 * i + 7 * s) % 200 + 1 for i in range(n)] for s, n in enumerat
 
 
 def train(directory: str, parallel: dict[str, Any], size: int, steps: int = 3, **optimizer: Any) -> Any:
-    """Steps on the mean negative log-likelihood: (losses, gradient norms, canonical weights, canonical gradients of the last step)."""
+    """Steps on the mean negative log-likelihood: (losses, gradient norms, canonical weights, canonical gradients of the first step)."""
     import torch.distributed as dist
 
     from mcore_rl.exchange import Exchange
@@ -115,14 +115,14 @@ def train(directory: str, parallel: dict[str, Any], size: int, steps: int = 3, *
     training = open_model(directory, parallel, True, lr=1e-3, weight_decay=0.01, **optimizer)
     policy = Policy(training, Exchange(), dist.get_world_size())
     total = sum(len(s) - 1 for s in SEQUENCES)
-    losses, norms = [], []
+    losses, norms, grads = [], [], {}
     for _ in range(steps):
         reports, norm, _ = policy.update(SEQUENCES, range(len(SEQUENCES)), size, 1.0,
                                          lambda i, lp, h: (-lp[1:].sum() / total, -lp[1:].sum().detach() / total))
         losses.append(float(torch.stack(reports).double().sum()))
         norms.append(norm)
-    grads = {}
-    if not optimizer.get("distributed", True):  # the distributed optimizer reduces only each rank's part
+        if grads or optimizer.get("distributed", True):  # the distributed optimizer reduces only each rank's part
+            continue
         chunks = training.modules
         grads = gathered(training, {(f"chunk{i}." if len(chunks) > 1 else "") + n: p.main_grad for i, c in enumerate(chunks) for n, p in c.named_parameters()})
     return losses, norms, gathered(training, training.tensors), grads
@@ -170,4 +170,4 @@ def test_training_is_the_same_however_it_is_cut(tmp_path: Any, tied: bool) -> No
             torch.testing.assert_close(weights[key], value, atol=1e-6, rtol=1e-4, msg=lambda m: f"{key}, {name}: {m}")
         for key, value in grads.items():
             off = (value - want[3][key]).abs().max() / want[3][key].abs().max()
-            assert off < 5e-5, f"gradient of {key}, {name}: off by {off:.1e} of its largest"
+            assert off < 2e-5, f"gradient of {key}, {name}: off by {off:.1e} of its largest"

@@ -42,15 +42,18 @@ class RecordingEngine:
 
 
 class FailingTensors(Mapping[str, torch.Tensor]):
-    """Source tensors of which one breaks when it is first read during the move."""
+    """Source tensors of which one breaks at one read: 1 is the check before the move, then own copies, messages, checksum."""
 
-    def __init__(self, tensors: Tensors, name: str) -> None:
-        self.tensors, self.name, self.reads = tensors, name, 0
+    def __init__(self, tensors: Tensors, name: str, at: int) -> None:
+        self.tensors, self.name, self.at, self.reads = tensors, name, at, 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name == self.name:
             self.reads += 1
-            if self.reads > 1:  # the first read is the check of shapes before the move
+            if self.reads == self.at:
                 raise RuntimeError("injected: memory is gone")
         return self.tensors[name]
 
@@ -122,8 +125,8 @@ def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fa
         full = canonical_tensors(model, seed=version)
         source: Mapping[str, torch.Tensor] = {n: t.clone() for n, t in mcore_shard(full, model, parallel, rank, world).items()}
         broken = version == 2 and rank == world - 1
-        if broken and fault == "read":
-            source = FailingTensors(dict(source), "decoder.layers.0.mlp.linear_fc2.weight")
+        if broken and fault.startswith("read"):
+            source = FailingTensors(dict(source), "decoder.layers.0.mlp.linear_fc2.weight", int(fault.split()[1]))
         elif broken and fault == "missing":
             source = {n: t for n, t in source.items() if n != "decoder.layers.0.mlp.linear_fc2.weight"}
         elif broken and fault == "replica":
@@ -144,7 +147,9 @@ def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fa
 
 
 @pytest.mark.parametrize("fault, kind, message", [
-    ("read", "SyncError", "memory is gone"),
+    ("read 1", "SyncError", "memory is gone"),
+    ("read 2", "SyncError", "memory is gone"),
+    ("read 3", "SyncError", "memory is gone"),
     ("missing", "WeightsError", "lack decoder.layers.0.mlp.linear_fc2.weight"),
     ("commit", "WeightsError", "model.norm.weight: injected"),
     ("replica", "WeightsError", "model.norm.weight: the copies in decoder.final_layernorm.weight on rank 0 and in"),

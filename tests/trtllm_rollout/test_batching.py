@@ -70,6 +70,14 @@ def test_stop_ids_end_a_sample_and_stay_in_it(directory: Path) -> None:
     assert done.finish_reason == "length" and len(done.token_ids) == exactly - 1
 
 
+def test_settings_of_an_earlier_request_do_not_linger_in_its_slot(directory: Path) -> None:
+    engine = make_engine(directory, max_batch_size=1)
+    strict = Request(0, (9, 8, 7), SamplingParams(0.5, 3, 0.9, 12, tuple(range(3, 203))), 1, (1,))
+    plain = Request(1, (9, 8, 7), SamplingParams(max_tokens=12), 1, (1,))
+    expected = make_engine(directory).generate([plain])
+    assert engine.generate([strict, plain])[1:] == expected and expected[0].finish_reason == "length"
+
+
 def test_every_token_has_a_log_prob_and_a_version(directory: Path) -> None:
     engine = make_engine(directory, version=41)
     for c in engine.generate(requests(prompts(6), samples=2, max_tokens=11, stop_token_ids=(4, 5, 6, 7, 8))):

@@ -153,9 +153,13 @@ class EmbeddedEngine:
         self._asleep.difference_update(tags)
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the last commit, and what is held now; `seconds` is time inside generation steps, `checksum_seconds` that of the verification."""
+        """Counts and seconds since the last commit, and what is held now: running_samples, kv_cache_bytes, weights_bytes, ...
+
+        `seconds` is the time inside generation steps, `checksum_seconds` that of the verification before the first token.
+        """
         counts = self._work.counts
-        return {**counts, **self._work.load(), "seconds": self._seconds, "tokens_per_second": counts["tokens"] / self._seconds if self._seconds else 0.0,
+        speed = counts["tokens"] / self._seconds if self._seconds else 0.0
+        return {**counts, **self._work.load(), "seconds": self._seconds, "tokens_per_second": speed,
                 "checksum_seconds": self._checksum_seconds, "kv_cache_bytes": self._cache.nbytes,
                 "weights_bytes": sum(t.untyped_storage().nbytes() for t in self._weights.values())}
 
