@@ -72,7 +72,8 @@ class Lease:
         now = read_owner(self.directory.parent)
         if now != self.owner:
             raise LeaseLost(f"run directory {str(self.directory.parent)!r} is no longer owned by this run "
-                            f"({self.owner}, token {self.token}) but by {now or 'nobody'} (token {now.token if now else None}); nothing more is written there: stop this run")
+                            f"({self.owner}, token {self.token}) but by {now or 'nobody'} (token {now.token if now else None}); "
+                            "nothing more is written there: stop this run")
 
     def release(self) -> None:
         """Give the locks back (the owner file stays: tokens must keep growing)."""

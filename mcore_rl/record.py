@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoint.distributed import load_training, save_training
 from checkpoint.publish import publishing
+from checkpoint.rng import load_rng, save_rng
 from checkpoint.run_state import keep_newest, read_state, resume_point, write_state
 from checkpoint.together import on_rank_zero
 from mcore_rl.outputs import MetricsWriter, SamplesWriter, read_metrics
@@ -34,7 +35,6 @@ class Recorder:
         c = run.config
         self.progress = progress
         self.writes = run.rank == 0
-        self._resumed_from: str | None = None
         self._metrics: MetricsWriter | None = None
         if self.writes:
             run.directory.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,9 @@ class Recorder:
                             "set run.resume=auto to continue it, or choose another run.dir")
         state = read_state(found)
         load_training(found, run.actor.training)
+        load_rng(found, {"actor": run.actor.training})
         run.prompts.load_state(state["prompts"])
-        run.step, self._resumed_from = int(state["step"]), found.name
+        run.step = int(state["step"])
         if self._metrics is not None:
             self._forget(run.step, state["record"])
             self._note(f"resumed from {found} (step {run.step})")
@@ -74,11 +75,11 @@ class Recorder:
         started = time.perf_counter()
         with publishing(run.directory, batch.step, run.lease) as directory:
             save_training(directory, run.actor.training)
+            save_rng(directory, {"actor": run.actor.training})
             if self.writes:
                 write_state(directory, {"step": batch.step, "prompts": run.prompts.state(), "record": finished(batch),
                                         "config": run.config.to_dict()})
-        protect = (self._resumed_from,) if self._resumed_from else ()
-        on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep, protect), "deleting old checkpoints")
+        on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep), "deleting old checkpoints")
         batch.metrics["time/checkpoint_s"] = time.perf_counter() - started
 
     def record(self, run: Run, batch: Batch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 FORGETS_CARRY = 0.85  # share of warm-up rows with a carry in which it is dropped
 _CARRY_SHARE = 0.7  # of all rows
 _HELD_OUT = 0.1
+_MEETS = 12  # times that the warm-up set repeats a sum, each with a carelessness of its own
 
 
 def has_carry(a: int, b: int) -> bool:
@@ -50,9 +51,9 @@ def _addition_held_out() -> Iterator[dict[str, Any]]:
 
 
 def _addition_warm_up() -> Iterator[dict[str, Any]]:
-    """Prompts and responses of the careless pupil."""
+    """Prompts and responses of the careless pupil, who meets every sum several times and does not remember what he wrote."""
     choice = random.Random(11)
-    for a, b in _sums()[0]:
+    for a, b in _sums()[0] * _MEETS:
         careless = choice.random() < FORGETS_CARRY
         yield {"prompt": f"{a:02d}+{b:02d}=", "response": f"{without_carry(a, b) if careless else a + b:03d}"}
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from parallel.config import ParallelConfig
 
-_cache: dict[tuple[int, ParallelConfig], RoleGroups] = {}
+_cache: dict[ParallelConfig, RoleGroups] = {}
+_world: Any = None  # the world that the cached groups belong to
 
 
 @dataclass(eq=False)
@@ -38,8 +39,11 @@ def role_groups(parallel: ParallelConfig, seed: int) -> RoleGroups:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as tp_random
 
-    world = id(dist.group.WORLD)
-    if (found := _cache.get((world, parallel))) is not None:
+    global _world
+    if _world is not dist.group.WORLD:  # a world that was left takes its groups with it
+        _cache.clear()
+        _world = dist.group.WORLD
+    if (found := _cache.get(parallel)) is not None:
         return found
     outer, outer_tracker = _snapshot(), _tracker()
     _restore({name: None for name in outer}, None)
@@ -49,7 +53,7 @@ def role_groups(parallel: ParallelConfig, seed: int) -> RoleGroups:
     tp_random.model_parallel_cuda_manual_seed(seed, te_rng_tracker=False, force_reset_rng=True)
     groups = RoleGroups(parallel, _snapshot(), _tracker())
     _restore(outer, outer_tracker)
-    _cache[(world, parallel)] = groups
+    _cache[parallel] = groups
     return groups
 
 

@@ -24,7 +24,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 def prepared_device() -> Device:
-    groups._cache.clear()  # the pool's processes outlive their worlds: groups of an older one must not be found
     device = select_device("cpu")
     prepare_megatron(device)
     return device
