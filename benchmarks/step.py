@@ -1,0 +1,94 @@
+"""Step: seconds of each phase of a GRPO step, beside what the device's matrix products would allow.
+
+    mcore-rl bench step --json
+    mcore-rl bench step configs/grpo_smollm2_cpu.yaml --steps 3 --json
+
+A short real run of the configuration (without evaluation and checkpoints) in a temporary directory. The first step, which warms
+caches up, is left out of the means. `ideal_*` counts 2 operations per weight and token in a forward pass and 6 in an update, at
+the rate of one large matrix product with as many threads as the run uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._ceiling import gemm_flops, weights_per_token
+from launch.local import run_local
+from mcore_rl.config import Config, load_config
+from mcore_rl.config.sections import CheckpointConfig
+from mcore_rl.outputs import read_metrics
+from parallel.device import select_device
+from parallel.environment import read_environment
+from parallel.errors import UserError
+from parallel.model import torch_dtype
+from parallel.model_config import ModelConfig
+
+PHASES = ("rollout", "reward", "log_probs", "advantages", "update", "sync")
+
+
+def measure(options: list[str]) -> dict[str, float | str] | None:
+    """Mean seconds of each phase, and the ideal ones."""
+    a = _options(options)
+    if read_environment().world_size > 1:
+        raise UserError("bench step starts its own ranks; run it as a plain process with --ranks N")
+    with tempfile.TemporaryDirectory() as work:
+        config = _short(load_config(a.config, a.overrides, "train"), Path(work) / "run", a.steps)
+        file = Path(work) / "config.yaml"
+        file.write_text(config.to_yaml())
+        if code := run_local(a.ranks, ["train", str(file)]):
+            raise SystemExit(code)
+        rows = read_metrics(config.run.dir)[1:]
+        tokens = _tokens(Path(config.run.dir)) / (len(rows) + 1)
+    return _figures(config, rows, tokens, a.ranks)
+
+
+def _options(options: list[str]) -> argparse.Namespace:
+    p = argparse.ArgumentParser("mcore-rl bench step", description="Measure the phases of a GRPO step.")
+    p.add_argument("config", nargs="?", default="configs/demo_cpu.yaml", help="YAML configuration (default: configs/demo_cpu.yaml)")
+    p.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")
+    p.add_argument("--steps", type=int, default=5, metavar="N", help="steps to run; the first is not counted (default 5)")
+    p.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default 2)")
+    arguments = p.parse_intermixed_args(options)
+    if arguments.steps < 2 or arguments.ranks < 1:
+        raise UserError(f"bench step: --steps {arguments.steps} must be at least 2 and --ranks {arguments.ranks} at least 1")
+    return arguments
+
+
+def _short(config: Config, directory: Path, steps: int) -> Config:
+    """The configuration as a short run that only trains, and stores all samples to count their tokens."""
+    c = config
+    return replace(c, run=replace(c.run, dir=str(directory), steps=steps), checkpoint=CheckpointConfig(),
+                   evaluation=replace(c.evaluation, every=0),
+                   log=replace(c.log, plots=False, tensorboard=False, wandb=False,
+                               samples_per_step=c.rollout.prompts_per_step * c.rollout.samples_per_prompt))
+
+
+def _tokens(directory: Path) -> float:
+    """Tokens of all samples of all steps, prompts included."""
+    return float(sum(len(json.loads(line)["tokens"]) for file in (directory / "samples").glob("step_*.jsonl")
+                     for line in file.read_text().splitlines()))
+
+
+def _figures(config: Config, rows: list[dict[str, Any]], tokens: float, ranks: int) -> dict[str, float | str]:
+    device = select_device(config.run.device)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads * ranks)
+    rate = gemm_flops(torch_dtype(config.model.dtype), device.torch) * (ranks if device.type == "cuda" else 1)
+    weights = weights_per_token(ModelConfig.from_directory(config.model.path))
+    mean = {name: sum(r[f"time/{name}_s"] for r in rows) / len(rows) for name in (*PHASES, "step")}
+    forward = 2 * weights * tokens / rate
+    figures: dict[str, float | str] = {f"{name}_s": mean[name] for name in PHASES}
+    figures["other_s"] = mean["step"] - sum(mean[name] for name in PHASES)
+    figures["step_s"] = mean["step"]
+    figures |= {"ideal_log_probs_s": forward, "ideal_update_s": 3 * forward, "update_of_ideal": 3 * forward / mean["update"],
+                "gemm_gflops": rate / 1e9, "tokens_per_step": tokens, "tokens_per_s": tokens / mean["step"],
+                "sync_bytes": float(rows[-1]["sync/bytes"]), "steps": float(len(rows)), "ranks": float(ranks),
+                "dtype": config.model.dtype, "device": device.type}
+    return figures

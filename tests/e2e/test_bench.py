@@ -1,0 +1,77 @@
+"""Every benchmark runs at a tiny size and ends with one JSON object that has the documented keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.models import write_model
+from tests.runs import write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {
+    "sync": {"bytes", "seconds", "gb_per_s", "checksum_seconds", "verify_seconds", "plan_seconds", "copy_seconds", "copy_gb_per_s",
+             "rival_seconds", "rival_gb_per_s", "bytes_between_ranks", "tp", "device"},
+    "rollout": {"tokens", "engine_seconds", "engine_tokens_per_s", "transformers_seconds", "transformers_tokens_per_s", "gemm_gflops",
+                "ceiling_tokens_per_s", "engine_of_ceiling", "dtype", "device", "threads"},
+    "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
+             "ideal_update_s", "update_of_ideal", "gemm_gflops", "tokens_per_step", "tokens_per_s", "sync_bytes", "steps", "ranks",
+             "dtype", "device"},
+}
+
+
+def bench(name: str, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, "-m", "mcore_rl", "bench", name, *options], capture_output=True, text=True, cwd=ROOT, timeout=300,
+                          env={**env, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def figures(name: str, *options: str) -> dict[str, float]:
+    done = bench(name, *options, "--json")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(found) == KEYS[name]
+    documented = (ROOT / "docs" / "performance.md").read_text()
+    assert not [key for key in KEYS[name] if f"`{key}`" not in documented]
+    assert all(value >= 0 for value in found.values() if isinstance(value, float))
+    return found
+
+
+def test_every_benchmark_is_tested_here() -> None:
+    assert set(KEYS) == {p.stem for p in (ROOT / "benchmarks").glob("[!_]*.py")}
+
+
+def test_sync_moves_the_model_and_agrees_with_its_rival(tmp_path: Path) -> None:
+    from parallel.model_config import ModelConfig
+    from resharding.layouts import trtllm_layout
+    from parallel.model import torch_dtype
+
+    model = write_model(tmp_path / "model", "qwen2", vocab_size=201)
+    found = figures("sync", "--model", str(model), "--repeat", "1")
+    layouts = [trtllm_layout(ModelConfig.from_directory(model), 2, r, r, torch_dtype("bfloat16")) for r in range(2)]
+    padding = 64 * 2  # one row of the vocabulary
+    assert found["bytes"] == sum(layout.nbytes for layout in layouts) - padding and found["bytes_between_ranks"] < found["bytes"]
+
+
+def test_rollout_makes_the_tokens_it_counts(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    found = figures("rollout", "--model", str(model), "--prompts", "2", "--samples", "2", "--prompt-tokens", "4", "--max-tokens", "3", "--repeat", "1")
+    assert found["tokens"] == 12
+
+
+def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    found = figures("step", str(config), "run.seed=9", "--steps", "2")
+    assert found["steps"] == 1 and 0 < found["update_s"] < found["step_s"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_options_are_refused_with_one_message() -> None:
+    done = bench("sinc", code=2)
+    assert "did you mean 'sync'" in done.stderr and "Traceback" not in done.stderr
+    assert "--repeat 0" in bench("sync", "--repeat", "0", code=2).stderr
+    assert "models/none" in bench("rollout", "--model", "models/none", code=2).stderr
