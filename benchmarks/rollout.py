@@ -18,7 +18,7 @@ import torch
 
 from benchmarks._ceiling import gemm_flops, weights_per_token
 from checkpoint.hf import read_hf
-from parallel.device import select_device
+from parallel.device import prepare_megatron, select_device
 from parallel.environment import read_environment
 from parallel.errors import UserError
 from parallel.model import torch_dtype
@@ -34,6 +34,7 @@ def measure(options: list[str]) -> dict[str, float | str] | None:
         raise UserError("bench rollout measures one rank; start it as a plain process")
     model = ModelConfig.from_directory(a.model)
     device = select_device(a.device)
+    prepare_megatron(device)  # what it sets up for the device holds for both
     torch.set_num_threads(a.threads)
     dtype = torch_dtype(a.dtype or model.dtype)
     prompts = torch.randint(0, model.vocab_size, (a.prompts, a.prompt_tokens), generator=torch.Generator().manual_seed(0))
