@@ -29,7 +29,7 @@ test-slow: setup
 
 # Documentation that is generated from the code.
 docs: setup
-	$(BIN)/python -m mcore_rl.config
+	$(BIN)/python -m mcore_rl.config > docs/configuration.md
 
 clean:
 	rm -rf runs models $(VENV)

@@ -53,17 +53,19 @@ def measure(run: Run) -> dict[str, Any]:
     lengths: list[int] = []
     if c.greedy:
         done = _generate(run, 0.0, 1)
-        passed = _passed(run, done)
+        rewards = _rewards(run, done)
+        passed = [r >= PASS for r in rewards]
         out["greedy"] = sum(passed) / len(passed)
-        answers = _answers(run, done, passed)
+        answers = _answers(run, done, rewards)
         lengths += [len(d.token_ids) for d in done]
     if c.samples:
         done = _generate(run, c.temperature, c.samples)
-        passed = _passed(run, done)
+        rewards = _rewards(run, done)
+        passed = [r >= PASS for r in rewards]
         out[f"avg@{c.samples}"] = sum(passed) / len(passed)
         groups = [passed[i:i + c.samples] for i in range(0, len(passed), c.samples)]
         out[f"pass@{c.samples}"] = sum(map(any, groups)) / len(groups)
-        answers = answers or _answers(run, done[::c.samples], passed[::c.samples])
+        answers = answers or _answers(run, done[::c.samples], rewards[::c.samples])
         lengths += [len(d.token_ids) for d in done]
     out["response_length_mean"] = sum(lengths) / max(len(lengths), 1)
     out["answers"] = answers
@@ -77,16 +79,15 @@ def _generate(run: Run, temperature: float, samples: int) -> list[Completion]:
         Request(i, row.prompt_ids, sampling, samples, (run.config.run.seed, _STREAM + version, i)) for i, row in enumerate(run.held_out)])
 
 
-def _passed(run: Run, done: list[Completion]) -> list[bool]:
-    mine = {i: run.reward(_text(run, d), run.held_out[d.request_id]) >= PASS
-            for i, d in enumerate(done) if i % run.world_size == run.rank}
+def _rewards(run: Run, done: list[Completion]) -> list[float]:
+    mine = {i: run.reward(_text(run, d), run.held_out[d.request_id]) for i, d in enumerate(done) if i % run.world_size == run.rank}
     return run.exchange.merge(mine, len(done), "evaluation rewards")
 
 
-def _answers(run: Run, done: list[Completion], passed: list[bool]) -> list[dict[str, Any]]:
+def _answers(run: Run, done: list[Completion], rewards: list[float]) -> list[dict[str, Any]]:
     rows = [run.held_out[d.request_id] for d in done]
-    return [{"prompt": row.prompt_text, "answer": row.answer, "response": _text(run, d), "reward": float(ok)}
-            for row, d, ok in zip(rows, done, passed, strict=True)]
+    return [{"prompt": row.prompt_text, "answer": row.answer, "response": _text(run, d), "reward": reward}
+            for row, d, reward in zip(rows, done, rewards, strict=True)]
 
 
 def _text(run: Run, done: Completion) -> str:

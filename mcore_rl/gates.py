@@ -27,18 +27,15 @@ _EXPLANATION = {
 }
 
 
-def check_on_policy(run: Run, batch: Batch) -> None:
-    """Raise OffPolicy (or warn, with run.strict false) where a metric is above its limit. Replayed samples have no engine gap."""
-    limits = {"log_prob_gap_max": run.config.log_prob_gap_gate, "ratio_deviation_max": run.config.ratio_deviation_gate}
-    for metric, (option, meaning) in _EXPLANATION.items():
-        limit = limits[option]
-        value = batch.metrics.get(metric)
-        if limit is None or value is None or value <= limit:
-            continue
-        if metric == "actor/log_prob_gap_max" and run.config.rollout.replay is not None:
-            continue
-        text = (f"step {batch.step}: {metric} is {value:.3g}, above algorithm.{option} {limit:.3g}: {meaning}. "
-                f"Set run.strict=false to go on with a warning, or algorithm.{option}=null to lift the gate")
-        if run.config.run.strict:
-            raise OffPolicy(text)
-        logger.warning(text)
+def check_on_policy(run: Run, batch: Batch, metric: str) -> None:
+    """Raise OffPolicy (or warn, with run.strict false) where `metric` is above its limit."""
+    option, meaning = _EXPLANATION[metric]
+    limit = {"log_prob_gap_max": run.config.log_prob_gap_gate, "ratio_deviation_max": run.config.ratio_deviation_gate}[option]
+    value = batch.metrics[metric]
+    if limit is None or value <= limit:
+        return
+    text = (f"step {batch.step}: {metric} is {value:.3g}, above algorithm.{option} {limit:.3g}: {meaning}. "
+            f"Set run.strict=false to go on with a warning, or algorithm.{option}=null to lift the gate")
+    if run.config.run.strict:
+        raise OffPolicy(text)
+    logger.warning(text)

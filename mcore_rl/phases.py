@@ -38,6 +38,7 @@ def phase(timer: str, reads: tuple[str, ...] = (), adds: tuple[str, ...] = ()) -
         @functools.wraps(function)
         def checked(run: Any, batch: Batch) -> None:
             _require(name, "reads", reads, batch)
+            run.on_phase(name)
             started = time.perf_counter()
             function(run, batch)
             seconds = time.perf_counter() - started

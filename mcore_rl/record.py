@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint.distributed import load_training, save_training
 from checkpoint.publish import publishing
 from checkpoint.rng import load_rng, save_rng
@@ -57,6 +59,9 @@ class Recorder:
         load_rng(found, {"actor": run.actor.training})
         run.prompts.load_state(state["prompts"])
         run.step = int(state["step"])
+        if self.writes and state["threads"] != torch.get_num_threads():
+            logger.warning("the checkpoint was written with %d CPU threads per rank, this run has %d: results will differ in the last bits; "
+                           "set run.threads=%d for the same ones", state["threads"], torch.get_num_threads(), state["threads"])
         if self._metrics is not None:
             self._forget(run.step, state["record"])
             self._note(f"resumed from {found} (step {run.step})")
@@ -73,12 +78,13 @@ class Recorder:
     def checkpoint(self, run: Run, batch: Batch) -> None:
         """Collective: write and publish a checkpoint of the step, with the step's record in it, and delete old ones."""
         started = time.perf_counter()
+        self._write_samples(batch)  # before the checkpoint: a resumed run does not come back to this step
         with publishing(run.directory, batch.step, run.lease) as directory:
             save_training(directory, run.actor.training)
             save_rng(directory, {"actor": run.actor.training})
             if self.writes:
                 write_state(directory, {"step": batch.step, "prompts": run.prompts.state(), "record": finished(batch),
-                                        "config": run.config.to_dict()})
+                                        "threads": torch.get_num_threads(), "config": run.config.to_dict()})
         on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep), "deleting old checkpoints")
         batch.metrics["time/checkpoint_s"] = time.perf_counter() - started
 
@@ -87,12 +93,18 @@ class Recorder:
         if self._metrics is None:
             return
         metrics = finished(batch)
-        self._samples.write(batch.step, [_shown(s, r) for s, r in zip(batch.samples, batch.columns.get("rewards", []), strict=False)])
+        if "time/checkpoint_s" not in batch.metrics:
+            self._write_samples(batch)
         self._metrics.write(batch.step, metrics)
         if self.progress is not None:
             self.progress.step(batch.step, metrics)
         if run.config.log.plots and (batch.step == run.config.run.steps or "time/checkpoint_s" in batch.metrics):
             write_plots(run.directory)
+
+    def _write_samples(self, batch: Batch) -> None:
+        if self.writes and batch.samples:
+            shown = zip(batch.samples[:self._samples.per_step], batch["rewards"], strict=False)
+            self._samples.write(batch.step, [_shown(sample, reward) for sample, reward in shown])
 
     def store(self, write: Callable[[Path, int, Sequence[Sample]], Path], run: Run, batch: Batch) -> None:
         """Store all samples of the step with their rewards, for rollout.replay."""

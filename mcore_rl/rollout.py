@@ -19,11 +19,17 @@ from trtllm_rollout.embedded.engine import EmbeddedEngine
 from trtllm_rollout.protocol import Completion, Request
 
 
-def check_engine_size(tp: int, world_size: int, model: ModelConfig) -> None:
-    """Refuse an engine size that does not fit world or model. Raises UserError."""
+def check_engine_world(tp: int, world_size: int) -> None:
+    """Refuse an engine size that does not fit the world. Raises UserError."""
     if world_size % tp:
         fits = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise UserError(f"rollout.tp is {tp}, which does not divide the world of {world_size} ranks; it may be {', '.join(map(str, fits))}")
+        raise UserError(f"rollout.tp is {tp}, which does not divide the world of {world_size} ranks; it may be {', '.join(map(str, fits))}, "
+                        f"or start a multiple of {tp} ranks")
+
+
+def check_engine_size(tp: int, world_size: int, model: ModelConfig) -> None:
+    """Refuse an engine size that does not fit world or model. Raises UserError."""
+    check_engine_world(tp, world_size)
     for name, size in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
         if size % tp:
             raise UserError(f"rollout.tp is {tp}, which does not divide {name} {size} of the model; choose a divisor of it")

@@ -83,6 +83,7 @@ class Run:
     reference: Any = None
     rollout: Any = None
     reward: Callable[[str, Row], float] = lambda response, row: 0.0
+    on_phase: Callable[[str], None] = lambda name: None
     held_out: list[Row] = field(default_factory=list)
     step: int = 0
 

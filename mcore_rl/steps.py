@@ -66,6 +66,8 @@ def old_log_probs(run: Run, batch: Batch) -> None:
     log_probs, _ = run.actor.log_probs([s.token_ids for s in batch.samples], c.actor.log_prob_micro_batch_size, c.rollout.temperature)
     batch.put("old_log_probs", log_probs)
     _gap(batch)
+    if c.rollout.replay is None:  # stored samples come from other weights
+        check_on_policy(run, batch, "actor/log_prob_gap_max")
 
 
 def _gap(batch: Batch) -> None:
@@ -107,7 +109,7 @@ def update(run: Run, batch: Batch) -> None:
         sums.append(torch.stack([r.double() for r in reports]))
         if k == 0:
             _report_first(batch, sums[0], grad_norm)
-            check_on_policy(run, batch)
+            check_on_policy(run, batch, "actor/ratio_max_deviation")
     every = torch.cat(sums)
     tokens = max(every[:, 1].sum().item(), 1.0)
     m = batch.metrics

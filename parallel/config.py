@@ -66,10 +66,11 @@ class ParallelConfig:
 
     def validate(self, world_size: int, model: ModelConfig, role: str = "actor") -> None:
         """Refuse sizes that do not fit, before any process group exists. Raises UserError with all the numbers."""
-        self._fit_world(world_size, role)
+        self.validate_world(world_size, role)
         self._fit_model(model, role)
 
-    def _fit_world(self, world_size: int, role: str) -> None:
+    def validate_world(self, world_size: int, role: str = "actor") -> None:
+        """The part of `validate` that needs no model."""
         where = f"{role}.parallel"
         for name, size in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp)):
             if size > world_size:

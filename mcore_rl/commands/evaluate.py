@@ -23,7 +23,7 @@ from mcore_rl.tokens import load_tokenizer
 
 def add(commands: Any) -> None:
     p = command(commands, "evaluate", "Measure a model on the held-out prompts of a configuration.",
-                "mcore-rl evaluate models/demo-warm configs/demo_cpu.yaml evaluation.max_prompts=100")
+                "mcore-rl evaluate models/demo-warm configs/demo_cpu.yaml rollout.tp=1 evaluation.max_prompts=100")
     p.add_argument("model", help="Hugging Face model directory (hf:DIR) or Megatron checkpoint (mcore:DIR)")
     p.add_argument("config", help="YAML configuration file; its sections data, reward, evaluation and rollout are used")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the file")

@@ -54,6 +54,8 @@ def run_sft(config: Config, world: World) -> None:
         run.actor = make_policy(world, model, config.actor.parallel, config.model.dtype, config.run.seed, config.model.path,
                                 optimizer_options(config), config.actor.layer_implementation)
         progress = Progress(config.sft.steps, title="sft") if world.rank == 0 else None
+        if progress is not None:
+            run.on_phase = progress.phase
         recorder = Recorder(run, progress)
         recorder.resume(run)
         try:

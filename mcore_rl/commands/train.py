@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from mcore_rl.cli import command, set_up_logging
@@ -20,7 +21,7 @@ from mcore_rl.loop import train
 from mcore_rl.progress import Progress, print_summary
 from mcore_rl.record import Recorder
 from mcore_rl.rewards import check_answers, make_reward
-from mcore_rl.rollout import check_engine_size
+from mcore_rl.rollout import check_engine_size, check_engine_world
 from mcore_rl.run import Run, World, joined, make_policy, make_rollout, optimizer_options, take_directory
 from mcore_rl.tokens import load_tokenizer
 from parallel.errors import UserError
@@ -41,6 +42,9 @@ def execute(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides, "train")
     set_up_logging(config.log.level)
     with joined(config.run.device, config.run.threads) as world:
+        config = replace(config, run=replace(config.run, threads=torch.get_num_threads()))
+        config.actor.parallel.validate_world(world.size)
+        check_engine_world(config.rollout.tp, world.size)
         _make_missing_model(config, world)
         directory, lease = take_directory(config)
         with lease:
@@ -59,17 +63,25 @@ def _train(run: Run, arguments: argparse.Namespace) -> None:
             train(run, recorder)
         else:
             progress.done = run.step
+            run.on_phase = progress.phase
             with progress:
                 train(run, recorder)
     finally:
         recorder.close()
     if run.rank == 0:
-        before, after = read_answers(run.directory)
-        more = run.config.run.steps + max(10, run.config.run.steps // 2)
-        launcher = f"torchrun --nproc-per-node {run.world_size} " if run.world_size > 1 else "python "
-        overrides = [o for o in arguments.overrides if not o.startswith("run.steps=")]
-        print_summary(run.directory, launcher + shlex.join(["-m", "mcore_rl", "train", arguments.config, *overrides, f"run.steps={more}"]),
-                      _few(before, after)[0], _few(before, after)[1])
+        print_summary(run.directory, _continuation(run, arguments), *_few(*read_answers(run.directory)))
+
+
+_START = {"torchrun": "torchrun --nproc-per-node {n} -m mcore_rl", "plain": "mcore-rl", "mpirun": "mpirun -n {n} python -m mcore_rl",
+          "srun": "srun -n {n} python -m mcore_rl"}
+
+
+def _continuation(run: Run, arguments: argparse.Namespace) -> str:
+    """The command that goes on from here, under the launcher of this run."""
+    more = run.config.run.steps + max(10, run.config.run.steps // 2)
+    overrides = [o for o in arguments.overrides if not o.startswith("run.steps=")]
+    start = _START.get(run.world.environment.launcher, _START["torchrun"]).format(n=run.world_size)
+    return f"{start} {shlex.join(['train', arguments.config, *overrides, f'run.steps={more}'])}"
 
 
 def _few(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -133,7 +133,7 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
                                    "set critic.enabled: false (algorithm grpo needs no critic)"),
         (o.schedule != "constant" and o.min_lr > o.lr,
          lambda: f"actor.optimizer.min_lr {o.min_lr:g} is above actor.optimizer.lr {o.lr:g}; lower min_lr or raise lr"),
-        (o.schedule != "constant" and o.warmup_steps >= decay,
+        (c.run.only is None and c.kind != "evaluate" and o.schedule != "constant" and o.warmup_steps >= decay,
          lambda: f"actor.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; "
                  "lower it or raise decay_steps"),
         (learns and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
