@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The main job: GRPO on two processes; makes its warm-up model first where it is missing. Continues where it stopped.
 demo: setup
-	$(BIN)/torchrun --nproc-per-node 2 -m mcore_rl train configs/demo_cpu.yaml
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m mcore_rl train configs/demo_cpu.yaml
 
 test: setup
 	$(BIN)/python -m pytest tests -m "not slow"

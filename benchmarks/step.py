@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from launch.local import run_local
 from mcore_rl.config import Config, load_config
 from mcore_rl.config.sections import CheckpointConfig
 from mcore_rl.outputs import read_metrics
-from parallel.device import select_device
+from parallel.device import prepare_megatron, select_device
 from parallel.environment import read_environment
 from parallel.errors import UserError
 from parallel.model import torch_dtype
@@ -64,7 +65,10 @@ def _options(options: list[str]) -> argparse.Namespace:
 def _short(config: Config, directory: Path, steps: int) -> Config:
     """The configuration as a short run that only trains, and stores all samples to count their tokens."""
     c = config
-    return replace(c, run=replace(c.run, dir=str(directory), steps=steps), checkpoint=CheckpointConfig(),
+    optimizer = c.actor.optimizer
+    if optimizer.schedule != "constant":  # as in the whole run
+        optimizer = replace(optimizer, decay_steps=optimizer.decay_steps or c.total_updates)
+    return replace(c, actor=replace(c.actor, optimizer=optimizer), run=replace(c.run, dir=str(directory), steps=steps), checkpoint=CheckpointConfig(),
                    evaluation=replace(c.evaluation, every=0),
                    log=replace(c.log, plots=False, tensorboard=False, wandb=False,
                                samples_per_step=c.rollout.prompts_per_step * c.rollout.samples_per_prompt))
@@ -78,8 +82,8 @@ def _tokens(directory: Path) -> float:
 
 def _figures(config: Config, rows: list[dict[str, Any]], tokens: float, ranks: int) -> dict[str, float | str]:
     device = select_device(config.run.device)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads * ranks)
+    prepare_megatron(device)  # as the ranks did
+    torch.set_num_threads(ranks * (config.run.threads or max(1, (os.cpu_count() or 1) // ranks)))
     rate = gemm_flops(torch_dtype(config.model.dtype), device.torch) * (ranks if device.type == "cuda" else 1)
     weights = weights_per_token(ModelConfig.from_directory(config.model.path))
     mean = {name: sum(r[f"time/{name}_s"] for r in rows) / len(rows) for name in (*PHASES, "step")}

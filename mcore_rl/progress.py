@@ -62,7 +62,7 @@ class Progress:
             self._rewards.append(float(metrics["reward/mean"]))
         if self._live:
             self._draw()
-        else:
+        elif step % max(1, self.steps // 100) == 0 or step in (1, self.steps):  # a long run says something about a hundred times
             self.note(step_line(step, self.steps, metrics, self.title))
 
     def _draw(self) -> None:
