@@ -30,12 +30,37 @@ def config(tmp_path_factory: Any) -> Path:
     return write_run(tmp_path_factory.mktemp("run"))
 
 
-def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.count("mcore-rl: error:") == 1
+_MANY = """
+import contextlib, io, json, sys
+from mcore_rl.cli import main
+for arguments in json.load(sys.stdin):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def many(*commands: list[str]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each command, all in one process: starting one costs seconds."""
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, "-c", _MANY], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT, timeout=300,
+                          env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def refused(done: subprocess.CompletedProcess[str] | tuple[int, str, str], *words: str) -> None:
+    """Exit code 2, one message with all the words, no traceback."""
+    code, out, err = done if isinstance(done, tuple) else (done.returncode, done.stdout, done.stderr)
+    assert code == 2, err
+    assert "Traceback" not in err + out
+    assert err.count("mcore-rl: error:") == 1
     for word in words:
-        assert word in done.stderr, f"{word!r} is not in: {done.stderr}"
+        assert word in err, f"{word!r} is not in: {err}"
 
 
 def test_bad_keys_are_all_named_with_the_nearest_valid_one(config: Path) -> None:
@@ -44,36 +69,32 @@ def test_bad_keys_are_all_named_with_the_nearest_valid_one(config: Path) -> None
     refused(mcore_rl("train", str(bad), "rollout.temprature=0.5"), "evry", "every", "rollot", "rollout", "temprature", "temperature", "bad.yaml")
 
 
-def test_a_key_given_twice_is_refused(config: Path) -> None:
-    bad = config.with_name("twice.yaml")
-    bad.write_text(config.read_text() + "run:\n  steps: 3\n")
-    refused(mcore_rl("train", str(bad)), "run", "twice.yaml")
-
-
-@pytest.mark.parametrize(("overrides", "words"), [
-    (["run.steps=many"], ["run.steps", "many"]),
-    (["actor.optimizer.lr=1e"], ["actor.optimizer.lr", "1e"]),
-    (["model.path=/no/such/model"], ["/no/such/model", "does not exist"]),
-    (["actor.parallel.tp=2"], ["tp=2", "world of 1"]),
-    (["actor.parallel.tp=3"], ["tp=3"]),
-    (["data.train=/no/such/file.jsonl"], ["/no/such/file.jsonl"]),
-    (["data.max_prompt_tokens=2"], ["max_prompt_tokens"]),
-    (["rollout.max_tokens=40"], ["rollout.max_tokens 40", "32"]),
-    (["reward.function=tests.runs:nothing"], ["tests.runs:nothing"]),
-])
-def test_bad_values_are_refused(config: Path, overrides: list[str], words: list[str]) -> None:
-    refused(mcore_rl("train", str(config), *overrides), *words)
+def test_bad_values_are_refused(config: Path, tmp_path: Path) -> None:
+    twice, mamba = config.with_name("twice.yaml"), tmp_path / "mamba"
+    twice.write_text(config.read_text() + "run:\n  steps: 3\n")
+    mamba.mkdir()
+    (mamba / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    cases: list[tuple[list[str], list[str]]] = [
+        (["run.steps=many"], ["run.steps", "many"]),
+        (["actor.optimizer.lr=1e"], ["actor.optimizer.lr", "1e"]),
+        (["model.path=/no/such/model"], ["/no/such/model", "does not exist"]),
+        (["actor.parallel.tp=2"], ["tp=2", "world of 1"]),
+        (["data.train=/no/such/file.jsonl"], ["/no/such/file.jsonl"]),
+        (["data.max_prompt_tokens=2"], ["max_prompt_tokens"]),
+        (["rollout.max_tokens=40"], ["rollout.max_tokens 40", "32"]),
+        (["reward.function=tests.runs:nothing"], ["tests.runs:nothing"]),
+        ([f"model.path={mamba}"], ["mamba", "llama", "qwen2"]),
+    ]
+    results = many(["train", str(twice)], *[["train", str(config), *overrides] for overrides, _ in cases])
+    refused(results[0], "run", "twice.yaml")
+    for (_, words), result in zip(cases, results[1:], strict=True):
+        refused(result, *words)
 
 
 def test_tp_that_does_not_divide_heads_is_refused_under_torchrun(config: Path) -> None:
     done = mcore_rl("train", str(config), "actor.parallel.tp=3", ranks=3)
     assert done.returncode != 0 and done.stderr.count("mcore-rl: error:") == 1
     assert "num_attention_heads 4" in done.stderr and "tp may be" in done.stderr
-
-
-def test_an_unsupported_family_lists_the_supported_ones(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    refused(mcore_rl("train", str(config), f"model.path={tmp_path}"), "mamba", "llama", "qwen2")
 
 
 def test_a_learning_rate_that_yaml_reads_as_text_is_a_number(config: Path) -> None:
@@ -86,9 +107,9 @@ def test_a_learning_rate_that_yaml_reads_as_text_is_a_number(config: Path) -> No
 
 
 def test_every_command_shows_an_example() -> None:
-    for command in ("train", "sft", "evaluate", "convert", "generate", "bench", "fetch"):
-        done = mcore_rl(command, "--help")
-        assert done.returncode == 0 and "example:" in done.stdout and "mcore" in done.stdout.split("example:")[1], command
+    commands = ("train", "sft", "evaluate", "convert", "generate", "bench", "fetch")
+    for command, (code, out, _) in zip(commands, many(*[[c, "--help"] for c in commands]), strict=True):
+        assert code == 0 and "example:" in out and "mcore" in out.split("example:")[1], command
 
 
 def test_convert_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -103,8 +124,9 @@ def test_convert_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
         want, got = load_file(source / "model.safetensors"), load_file(tmp_path / f"back{i}" / "model.safetensors")
         assert want.keys() == got.keys()
         assert all(want[k].dtype == got[k].dtype and torch.equal(want[k].view(torch.int16), got[k].view(torch.int16)) for k in want)
-    refused(mcore_rl("convert", f"hf:{source}", f"mcore:{tmp_path}/m0"), "m0")
-    refused(mcore_rl("convert", str(source), f"mcore:{tmp_path}/m3"), "hf:DIR")
+    existing, unnamed = many(["convert", f"hf:{source}", f"mcore:{tmp_path}/m0"], ["convert", str(source), f"mcore:{tmp_path}/m3"])
+    refused(existing, "m0")
+    refused(unnamed, "hf:DIR")
 
 
 def test_generate_writes_one_object_per_sample(config: Path, tmp_path: Path) -> None:
