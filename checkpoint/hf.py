@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,6 +36,11 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 HARMLESS = ("rotary_emb.inv_freq",)  # buffers that old exports carry; they are recomputed from the config
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARE_ROWS = 8192
+
+# what a Hugging Face model directory is made of; only such files are ever replaced
+_MODEL_FILES = re.compile(r"(config|generation_config|tokenizer\w*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config)\.json"
+                          r"|model.*\.safetensors(\.index\.json)?|merges\.txt|tokenizer\.model|chat_template\.jinja|additional_chat_templates"
+                          r"|LICENSE.*|README\.md|NOTICE.*")
 
 
 class HFFiles(Mapping[str, Any]):
@@ -136,12 +142,21 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def check_writable(directory: str | Path, overwrite: bool = False) -> None:
-    """Raise UserError where `directory` holds something and `overwrite` is not set."""
-    path = Path(directory)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"output {str(path)!r} is a file; give a directory")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise UserError(f"output directory {str(path)!r} is not empty; choose another or allow overwriting")
+    """Raise UserError where `directory` cannot be made, or holds something: anything without `overwrite`, else anything but a model.
+
+    Overwriting replaces a Hugging Face model directory as a whole, and never a file that is not part of one.
+    """
+    path = Path(directory).absolute()
+    blocking = next((p for p in (path, *path.parents) if p.exists() and not p.is_dir()), None)
+    if blocking is not None:
+        raise UserError(f"output directory {str(directory)!r} cannot be made: {str(blocking)!r} is a file; give another directory")
+    held = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    if held and not overwrite:
+        raise UserError(f"output directory {str(directory)!r} is not empty; choose another or allow overwriting")
+    foreign = [name for name in held if not _MODEL_FILES.fullmatch(name)]
+    if foreign:
+        raise UserError(f"output directory {str(directory)!r} holds {', '.join(foreign[:4])}, not part of a Hugging Face model; nothing is "
+                        "overwritten there: choose another directory")
 
 
 def write_hf(directory: str | Path, tensors: Mapping[str, torch.Tensor], model: ModelConfig, source: str | Path | None = None,

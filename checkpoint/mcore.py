@@ -49,22 +49,28 @@ def save_model(directory: str | Path, training: TrainingModel, source_hf_dir: st
         on_rank_zero(lambda: _write_companions(temporary, training, source_hf_dir), f"writing {target}")
 
 
+def describe_model(directory: Path, training: TrainingModel, source_hf_dir: str | Path | None) -> None:
+    """Rank 0: put `hf/` and `model.json` beside the weights of a run's checkpoint, so that it is a model directory too."""
+    _write_companions(directory, training, source_hf_dir, "model.json")
+
+
 def _refuse_existing(target: Path, overwrite: bool) -> None:
     if not overwrite and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"output directory {str(target)!r} exists and is not empty; give another one or delete it")
 
 
-def _write_companions(directory: Path, training: TrainingModel, source: str | Path | None) -> None:
+def _write_companions(directory: Path, training: TrainingModel, source: str | Path | None, name: str = "metadata.json") -> None:
     dtype = str(training.dtype).removeprefix("torch.")
     (directory / "hf").mkdir()
     write_companions(directory / "hf", training.model, dtype, source)
     facts = {"format": FORMAT, "dtype": dtype, "make_vocab_size_divisible_by": training.model.make_vocab_size_divisible_by}
-    (directory / "metadata.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (directory / name).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def read_metadata(directory: str | Path) -> ModelDirectory:
-    """`metadata.json` of a model directory. Raises UserError for anything that `save_model` did not write."""
-    path = Path(directory) / "metadata.json"
+    """What describes a model directory. Raises UserError for anything that neither `save_model` nor a run wrote."""
+    path = Path(directory) / "model.json"  # a run's checkpoint, whose metadata.json is Megatron's own
+    path = path if path.is_file() else Path(directory) / "metadata.json"
     try:
         data = json.loads(path.read_text())
         if data.get("format") != FORMAT:
@@ -83,6 +89,10 @@ def model_config_of(directory: str | Path) -> ModelConfig:
                                       make_vocab_size_divisible_by=found.make_vocab_size_divisible_by)
 
 
+def _weights(directory: Path) -> Path:
+    return directory / "weights" if (directory / "weights").is_dir() else directory
+
+
 def load_model(directory: str | Path, training: TrainingModel) -> None:
     """Collective: read the weights of a model directory into `training`, under any layout. Damage is found by its manifest.
 
@@ -91,5 +101,5 @@ def load_model(directory: str | Path, training: TrainingModel) -> None:
     verify(directory)
     with training.entered():
         state = model_state(training)
-    load_model_state(training, load_sharded(Path(directory) / "weights", state, ignore=OPTIMIZER_PREFIX))
+    load_model_state(training, load_sharded(_weights(Path(directory)), state, ignore=OPTIMIZER_PREFIX))
     training.reload_main_params()

@@ -20,6 +20,9 @@ def evaluate(run: Run, batch: Batch) -> None:
     """Measure the current weights on the held-out prompts."""
     results = measure(run)
     answers = results.pop("answers")
+    if "eval/weights_version" in batch.metrics:  # the last step holds two evaluations: that of the weights it started from moves aside
+        for key in [k for k in batch.metrics if k.startswith("eval/")]:
+            batch.metrics[key.replace("eval/", "eval_before/", 1)] = batch.metrics.pop(key)
     batch.metrics.update({f"eval/{k}": v for k, v in results.items()})
     if run.rank == 0:
         write_answers(run.directory, int(results["weights_version"]), answers)
@@ -30,6 +33,13 @@ def write_answers(run_dir: Path, version: int, answers: list[dict[str, Any]]) ->
     path = run_dir / "evaluations" / f"version_{version:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(a) + "\n" for a in answers))
+
+
+def forget_answers(run_dir: Path, version: int) -> None:
+    """Remove the answers of later weights, after going back to `version`."""
+    for path in (run_dir / "evaluations").glob("version_*.jsonl"):
+        if int(path.stem.removeprefix("version_")) > version:
+            path.unlink()
 
 
 def read_answers(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -80,8 +90,7 @@ def _generate(run: Run, temperature: float, samples: int) -> list[Completion]:
 
 
 def _rewards(run: Run, done: list[Completion]) -> list[float]:
-    mine = {i: run.reward(_text(run, d), run.held_out[d.request_id]) for i, d in enumerate(done) if i % run.world_size == run.rank}
-    return run.exchange.merge(mine, len(done), "evaluation rewards")
+    return run.exchange.share(len(done), lambda i: run.reward(_text(run, done[i]), run.held_out[done[i].request_id]), "evaluation rewards")
 
 
 def _answers(run: Run, done: list[Completion], rewards: list[float]) -> list[dict[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from resharding.agreement import together
 
 T = TypeVar("T")
 
@@ -24,6 +27,13 @@ class Exchange:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def share(self, count: int, function: Callable[[int], T], what: str) -> list[T]:
+        """`function` of 0..count-1, each rank its share. An error on one rank is raised on all of them."""
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        with together(what, self.group) as step:
+            step.payload = {i: function(i) for i in range(rank, count, size)}
+        return [value for _, value in sorted(pair for part in step.payloads for pair in part.items())]
 
     def merge(self, mine: dict[int, T], count: int, what: str) -> list[T]:
         """Join what the ranks hold by sample. Raises RuntimeError where a sample has no value or two."""

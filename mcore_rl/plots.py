@@ -91,7 +91,9 @@ def _reward(axes: Any, rows: list[Row]) -> bool:
 
 
 def _evaluation(axes: Any, rows: list[Row]) -> bool:
-    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and not k.endswith(("_s", "length_mean", "/prompts", "count"))})
+    keys = sorted({k for row in rows for k in row if k.startswith("eval/") and not k.endswith(("_s", "length_mean", "/prompts", "count", "weights_version"))})
+    # over the weights that were measured: a step's record holds the evaluation of the weights it started from
+    rows = [{**row, "step": row.get("eval/weights_version", row["step"])} for row in rows]
     drawn = [_line(axes, rows, key, _COLOURS[i % len(_COLOURS)], key.removeprefix("eval/")) for i, key in enumerate(keys)]
     values = [v for key in keys for v in _column(rows, key)[1]]
     if values and 0 <= min(values) and max(values) <= 1:

@@ -60,10 +60,14 @@ class Policy:
             return value, reports
 
         outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size), total, temperature)
-        grad_norm, lr = self.training.optimizer_step()
         position = {i: k for k, i in enumerate(chosen)}
         mine = {position[i]: v.cpu() for output in outputs for i, v in output.items()} if self.training.is_output_rank else {}
-        return self.exchange.merge(mine, len(chosen), "update reports"), grad_norm, lr
+        reports = self.exchange.merge(mine, len(chosen), "update reports")
+        broken = [chosen[k] for k, report in enumerate(reports) if not torch.isfinite(report).all()]
+        if broken:
+            raise FloatingPointError(f"the loss of samples {broken[:8]} is not finite; no weight was changed")
+        grad_norm, lr = self.training.optimizer_step()
+        return reports, grad_norm, lr
 
 
 def _full(row: Tensor, tokens: int) -> Tensor:

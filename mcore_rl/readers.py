@@ -58,8 +58,8 @@ def _read_jsonl(file: Path) -> Iterator[dict[str, Any] | BadRow]:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            yield BadRow(f"line {number} is not JSON: {error.msg}")
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield BadRow(f"line {number} is not JSON: {getattr(error, 'msg', 'nested too deeply')}")
             continue
         yield value if isinstance(value, dict) else BadRow(f"line {number} is a JSON {type(value).__name__}, not an object")
 

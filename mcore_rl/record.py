@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from checkpoint.distributed import load_training, save_training
+from checkpoint.mcore import describe_model
 from checkpoint.publish import publishing
 from checkpoint.rng import load_rng, save_rng
 from checkpoint.run_state import keep_newest, read_state, resume_point, write_state
 from checkpoint.together import on_rank_zero
+from mcore_rl.evaluation import forget_answers
 from mcore_rl.outputs import MetricsWriter, SamplesWriter, read_metrics
 from mcore_rl.plots import write_plots
 from mcore_rl.progress import Progress
@@ -40,17 +42,23 @@ class Recorder:
         self._metrics: MetricsWriter | None = None
         if self.writes:
             run.directory.mkdir(parents=True, exist_ok=True)
-            (run.directory / "config.yaml").write_text(c.to_yaml())
             self._metrics = MetricsWriter(run.directory, c.log.tensorboard, c.log.wandb, c.to_dict())
             self._samples = SamplesWriter(run.directory, c.log.samples_per_step)
 
     def resume(self, run: Run) -> bool:
         """Collective: continue from the newest complete checkpoint, where there is one. Returns whether there was."""
         found = resume_point(run.directory)
-        if found is None:
-            if self._metrics is not None:
-                self._forget(0, None)
-            return False
+        if found is not None:
+            self._resume_from(run, found)
+        elif self._metrics is not None:
+            if dropped := len(read_metrics(run.directory)):
+                self._note(f"{run.directory} holds {dropped} recorded steps and no checkpoint: the run starts over and they are dropped")
+            self._forget(0, None)
+        if self.writes:
+            (run.directory / "config.yaml").write_text(run.config.to_yaml())
+        return found is not None
+
+    def _resume_from(self, run: Run, found: Path) -> None:
         if run.config.run.resume == "never":
             raise UserError(f"run directory {str(run.directory)!r} holds checkpoint {found.name} and run.resume is never; "
                             "set run.resume=auto to continue it, or choose another run.dir")
@@ -65,24 +73,26 @@ class Recorder:
         if self._metrics is not None:
             self._forget(run.step, state["record"])
             self._note(f"resumed from {found} (step {run.step})")
-        return True
 
     def _forget(self, step: int, record: dict[str, Any] | None) -> None:
         """Go back to `step` in everything that is written step by step; its record may not have been written yet."""
         assert self._metrics is not None
         self._metrics.truncate_after(step)
         self._samples.truncate_after(step)
+        forget_answers(self._metrics.run_dir, step)
         if record is not None and not any(r["step"] == step for r in read_metrics(self._metrics.run_dir)):
             self._metrics.write(step, record)
 
     def checkpoint(self, run: Run, batch: Batch) -> None:
         """Collective: write and publish a checkpoint of the step, with the step's record in it, and delete old ones."""
+        c = run.config
         started = time.perf_counter()
         self._write_samples(batch)  # before the checkpoint: a resumed run does not come back to this step
         with publishing(run.directory, batch.step, run.lease) as directory:
             save_training(directory, run.actor.training)
             save_rng(directory, {"actor": run.actor.training})
             if self.writes:
+                describe_model(directory, run.actor.training, c.model.path)
                 write_state(directory, {"step": batch.step, "prompts": run.prompts.state(), "record": finished(batch),
                                         "threads": torch.get_num_threads(), "config": run.config.to_dict()})
         on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep), "deleting old checkpoints")

@@ -76,7 +76,7 @@ def _number(text: str) -> Decimal | None:
 
 def _import(path: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name.isidentifier():
+    if not colon or not module_name or module_name.startswith(".") or not name.isidentifier():
         raise UserError(f"reward.function is {path!r}; write package.module:function")
     here = os.getcwd()
     if here not in sys.path:  # as `python -m` has it; a console script does not
@@ -86,6 +86,8 @@ def _import(path: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         raise UserError(f"reward.function {path!r}: no module named {error.name!r}; it is looked for in the working directory ({here}) and "
                         "among installed packages") from None
+    except SyntaxError as error:
+        raise UserError(f"reward.function {path!r}: {error.filename} line {error.lineno} is not valid Python: {error.msg}") from None
     function = getattr(module, name, None)
     if function is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]

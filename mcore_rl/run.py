@@ -23,6 +23,7 @@ from mcore_rl.rollout import Rollout
 from parallel.config import ParallelConfig
 from parallel.device import Device, prepare_megatron, select_device
 from parallel.environment import Environment, exit_with_launcher, read_environment, start
+from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
 from parallel.training import OptimizerConfig, TrainingModel, build
@@ -157,4 +158,8 @@ def make_rollout(world: World, model: ModelConfig, config: Config) -> Rollout:
 def take_directory(config: Config) -> tuple[Path, Lease]:
     """Own the run directory (all ranks), waiting for an older owner as long as the config says."""
     directory = Path(config.run.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir {config.run.dir!r} cannot be made ({error.strerror}); choose another directory") from None
     return directory, acquire(directory, config.run.lease_wait_s)

@@ -51,8 +51,7 @@ def reward(run: Run, batch: Batch) -> None:
     if run.config.rollout.replay is not None and all(s.reward is not None for s in batch.samples):
         rewards = [float(s.reward) for s in batch.samples if s.reward is not None]
     else:
-        mine = {i: run.reward(s.response, run.rows[s.row]) for i, s in enumerate(batch.samples) if i % run.world_size == run.rank}
-        rewards = run.exchange.merge(mine, len(batch.samples), "rewards")
+        rewards = run.exchange.share(len(batch.samples), lambda i: run.reward(batch.samples[i].response, run.rows[batch.samples[i].row]), "rewards")
     batch.put("rewards", rewards)
     values = torch.tensor(rewards, dtype=torch.float64)
     batch.metrics["reward/mean"] = values.mean().item()

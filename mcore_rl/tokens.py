@@ -67,7 +67,10 @@ def encode_prompt(tokenizer: Any, data: DataConfig, fields: dict[str, Any]) -> t
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a plain prompt: with the BOS the tokenizer adds, never two, and without an EOS after the prompt."""
-    ids = list(tokenizer(text)["input_ids"])
+    try:
+        ids = list(tokenizer(text)["input_ids"])
+    except (TypeError, UnicodeError):  # lone surrogates, which JSON can spell and no tokenizer takes
+        raise BadRow("the prompt is not valid Unicode text") from None
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and ids[:2] == [bos, bos] and text.startswith(tokenizer.bos_token):
         return ids[1:]

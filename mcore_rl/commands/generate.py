@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from launch.local import run_local
@@ -39,14 +40,21 @@ def add(commands: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    _check(arguments)
     if arguments.tp > 1 and read_environment().world_size == 1:
         return run_local(arguments.tp, sys.argv[1:])
     sampling = SamplingParams(arguments.temperature, arguments.top_k, arguments.top_p, arguments.max_tokens)
-    if arguments.samples < 1:
-        raise UserError(f"--samples is {arguments.samples}; it must be at least 1")
     with joined(arguments.device) as world:
         _generate(arguments, sampling, world)
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("samples", "tp"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name} is {getattr(arguments, name)}; it must be at least 1")
+    if arguments.out and (Path(arguments.out).is_dir() or not Path(arguments.out).absolute().parent.is_dir()):
+        raise UserError(f"--out {arguments.out!r} cannot be written: it is a directory, or its folder does not exist")
 
 
 def _generate(arguments: argparse.Namespace, sampling: SamplingParams, world: World) -> None:

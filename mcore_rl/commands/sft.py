@@ -9,15 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from checkpoint.hf import check_writable
 from mcore_rl.cli import command, set_up_logging
 from mcore_rl.config import Config, describe, load_config
-from mcore_rl.data import PromptStream, sft_examples
+from mcore_rl.data import PromptStream, SftExample, sft_examples
 from mcore_rl.progress import Progress
 from mcore_rl.record import Recorder
 from mcore_rl.run import Run, World, joined, make_policy, optimizer_options, take_directory
 from mcore_rl.scratch import make_from_scratch
 from mcore_rl.sft import train_supervised
 from mcore_rl.tokens import load_tokenizer
+from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 
 
@@ -40,6 +42,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def run_sft(config: Config, world: World) -> None:
     """The whole run, in a world that is already joined."""
     assert config.sft is not None
+    check_writable(config.sft.output, overwrite=True)
     ensure_scratch_model(config, world)
     directory, lease = take_directory(config)
     with lease:
@@ -49,6 +52,7 @@ def run_sft(config: Config, world: World) -> None:
         examples, report = sft_examples(config.data, tokenizer, max_sequence_tokens=config.sft.max_sequence_tokens)
         if world.rank == 0:
             print(report.text(), flush=True)
+        _check_examples(examples, model)
         prompts = PromptStream(len(examples), config.run.seed, config.sft.batch_size, config.data.shuffle, report.fingerprint)
         run = Run(config, world, model, tokenizer, [], prompts, directory, lease=lease)
         run.actor = make_policy(world, model, config.actor.parallel, config.model.dtype, config.run.seed, config.model.path,
@@ -65,6 +69,17 @@ def run_sft(config: Config, world: World) -> None:
             recorder.close()
     if world.rank == 0:
         print(f"model written to {config.sft.output}", flush=True)
+
+
+def _check_examples(examples: list[SftExample], model: ModelConfig) -> None:
+    """Refuse token ids and lengths that the model does not have."""
+    for e in examples:
+        if max(e.token_ids) >= model.vocab_size:
+            raise UserError(f"row {e.index} has token id {max(e.token_ids)}, the model has a vocabulary of {model.vocab_size}; "
+                            "tokenizer and model do not belong together")
+        if len(e.token_ids) > model.max_position_embeddings:
+            raise UserError(f"row {e.index} has {len(e.token_ids)} tokens, the model has {model.max_position_embeddings} positions; "
+                            "set sft.max_sequence_tokens to drop longer rows")
 
 
 def ensure_scratch_model(config: Config, world: World) -> None:

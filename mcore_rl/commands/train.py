@@ -152,6 +152,10 @@ def _build_roles(run: Run) -> None:
     if c.algorithm.kl_coefficient > 0:
         path = c.reference.path or c.model.path
         model = ModelConfig.from_directory(path, make_vocab_size_divisible_by=c.model.make_vocab_size_divisible_by)
+        for name in ("vocab_size", "max_position_embeddings"):
+            if getattr(model, name) < getattr(run.model, name) or (name == "vocab_size" and model.vocab_size != run.model.vocab_size):
+                raise UserError(f"reference.path {path!r} has {name} {getattr(model, name)}, model.path {c.model.path!r} has {getattr(run.model, name)}; "
+                                "the reference must read the same tokens: choose a model of the same tokenizer and length")
         run.reference = make_policy(run.world, model, c.reference.parallel or c.actor.parallel, c.model.dtype, c.run.seed, path,
                                     None, c.actor.layer_implementation, "reference")
     if c.rollout.replay is None or c.evaluation.every:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -238,6 +239,8 @@ def _convert_one(kind: Any, node: Node) -> Any:
     if not _FLOAT.fullmatch(text):
         raise _Mistyped("")
     number = float(text)
+    if math.isinf(number):
+        raise _Mistyped("; it is too large")
     if kind is int:
         if number != int(number):
             raise _Mistyped("")
