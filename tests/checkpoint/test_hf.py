@@ -106,16 +106,18 @@ def test_an_export_refuses_tied_copies_that_differ_and_writes_nothing(tmp_path: 
     assert os.listdir(tmp_path) == ["in"]
 
 
-def test_an_export_into_a_used_directory_is_refused_on_every_rank_unless_allowed(tmp_path: Path) -> None:
+def test_an_export_replaces_a_model_where_allowed_and_never_anything_else(tmp_path: Path) -> None:
     write_model(tmp_path / "in")
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    errors = run_ranks(2, export, tmp_path / "in", str(out), ParallelConfig(tp=2), torch.float32)
-    assert all(e.startswith("UserError") and "is not empty" in e for e in errors) and os.listdir(out) == ["precious.txt"]
+    for overwrite, words in ((False, "is not empty"), (True, "precious.txt")):
+        errors = run_ranks(2, export, tmp_path / "in", str(out), ParallelConfig(tp=2), torch.float32, overwrite=overwrite)
+        assert all(e.startswith("UserError") and words in e for e in errors) and os.listdir(out) == ["precious.txt"]
+    (out / "precious.txt").rename(out / "config.json")
     assert run_ranks(2, export, tmp_path / "in", str(out), ParallelConfig(tp=2), torch.float32, overwrite=True) == [None, None]
     assert_same(files_of(out), files_of(tmp_path / "in"))
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"] and not (out / "precious.txt").exists()
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"] and (out / "config.json").read_text() != "mine"
 
 
 def test_padding_rows_are_not_exported(tmp_path: Path) -> None:

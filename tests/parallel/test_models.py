@@ -116,12 +116,12 @@ def train(directory: str, parallel: dict[str, Any], size: int, steps: int = 3, *
     policy = Policy(training, Exchange(), dist.get_world_size())
     total = sum(len(s) - 1 for s in SEQUENCES)
     losses, norms, grads = [], [], {}
-    for _ in range(steps):
+    for step in range(steps):
         reports, norm, _ = policy.update(SEQUENCES, range(len(SEQUENCES)), size, 1.0,
                                          lambda i, lp, h: (-lp[1:].sum() / total, -lp[1:].sum().detach() / total))
         losses.append(float(torch.stack(reports).double().sum()))
         norms.append(norm)
-        if grads or optimizer.get("distributed", True):  # the distributed optimizer reduces only each rank's part
+        if step or optimizer.get("distributed", True):  # the distributed optimizer reduces only each rank's part
             continue
         chunks = training.modules
         grads = gathered(training, {(f"chunk{i}." if len(chunks) > 1 else "") + n: p.main_grad for i, c in enumerate(chunks) for n, p in c.named_parameters()})
