@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.exchange import Exchange
-from parallel.device import Device
+from parallel.device import Device, prepare_dtype
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from parallel.training import TrainingModel
@@ -43,6 +43,7 @@ class Rollout:
     def __init__(self, model: ModelConfig, dtype: torch.dtype, tp: int, max_batch_size: int, device: Device, exchange: Exchange,
                  rank: int, world_size: int) -> None:
         check_engine_size(tp, world_size, model)
+        prepare_dtype(dtype, device)
         self.model, self.dtype, self.tp, self.exchange = model, dtype, tp, exchange
         self.rank, self.world_size = rank, world_size
         self.replica, self.replicas = rank // tp, world_size // tp

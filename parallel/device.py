@@ -36,6 +36,14 @@ def select_device(name: str = "auto", local_rank: int = 0) -> Device:
     return Device("cuda", "nccl", local_rank)
 
 
+def prepare_dtype(dtype: torch.dtype, device: Device) -> None:
+    """Make products of `dtype` usable on `device`; called where a model or an engine of that type is built."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        from parallel import bf16_cpu
+
+        bf16_cpu.install_where_missing()
+
+
 def prepare_megatron(device: Device) -> None:
     """Make Megatron-Core usable on `device`; call once per process before models are built.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.config import Coordinates, ParallelConfig
-from parallel.device import Device
+from parallel.device import Device, prepare_dtype
 from parallel.groups import RoleGroups, role_groups
 from parallel.log_probs import vocab_parallel_log_probs
 from parallel.micro_batch import MicroBatch
@@ -145,6 +145,7 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
 
     Weights are random: load them (`checkpoint.hf.read_hf` into `.tensors`), then `reload_main_params`.
     """
+    prepare_dtype(torch_dtype(dtype), device)
     groups = role_groups(parallel, seed)
     implementation = choose_layer_implementation(layer_implementation, device)
     with groups.entered():
