@@ -91,6 +91,23 @@ def test_bad_values_are_refused(config: Path, tmp_path: Path) -> None:
         refused(result, *words)
 
 
+def test_what_is_not_a_model_is_never_overwritten(config: Path, tmp_path: Path) -> None:
+    precious, prompts = tmp_path / "precious", tmp_path / "prompts.jsonl"
+    precious.mkdir()
+    (precious / "notes.txt").write_text("mine")
+    prompts.write_text('{"prompt": "1+2="}\n')
+    model = str(config.parent / "model")
+    sft = ["sft", str(ROOT / "configs/demo_warm_up.yaml"), f"run.dir={tmp_path}/run", f"model.path={model}"]
+    results = many([*sft, f"sft.output={precious}"], [*sft, f"sft.output={prompts}"],
+                   ["convert", f"hf:{model}", f"hf:{precious}", "--overwrite"],
+                   ["generate", model, "--prompts", str(prompts), "--tp", "0"],
+                   ["generate", model, "--prompts", str(prompts), "--out", str(precious)],
+                   ["train", str(config), f"run.dir={prompts}"])
+    for result, word in zip(results, ["notes.txt", "is a file", "notes.txt", "--tp is 0", "--out", "run.dir"], strict=True):
+        refused(result, word)
+    assert (precious / "notes.txt").read_text() == "mine"
+
+
 def test_tp_that_does_not_divide_heads_is_refused_under_torchrun(config: Path) -> None:
     done = mcore_rl("train", str(config), "actor.parallel.tp=3", ranks=3)
     assert done.returncode != 0 and done.stderr.count("mcore-rl: error:") == 1
@@ -161,6 +178,7 @@ def test_train_leaves_what_the_documentation_says(config: Path, tmp_path: Path) 
         assert not [k for k in METRIC_KEYS if k not in row]
         assert row["actor/ratio_max_deviation"] < 1e-4 and row["actor/log_prob_gap_max"] < 1e-3
     assert {"eval/greedy", "eval/avg@2", "eval/pass@2"} <= rows[-1].keys() and rows[-1]["eval/weights_version"] == 2
+    assert rows[0]["eval/weights_version"] == 0 and rows[-1]["eval_before/weights_version"] == 1  # of the last step's start
     sample = json.loads((run / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response", "tokens", "mask", "reward", "version"} <= sample.keys()
     for name in ("config.yaml", "metrics.jsonl", "plots/reward.png", "checkpoints/latest", "tensorboard"):
@@ -169,3 +187,12 @@ def test_train_leaves_what_the_documentation_says(config: Path, tmp_path: Path) 
     again = mcore_rl("train", str(run / "config.yaml"), "run.steps=3")  # the resolved file is a configuration
     assert again.returncode == 0, again.stderr
     assert [r["step"] for r in read_metrics(run)] == [1, 2, 3] and "resumed from" in again.stdout
+    # the trained policy comes out as a Hugging Face directory
+    ((code, _, err),) = many(["convert", f"mcore:{run}/checkpoints/step_000003", f"hf:{tmp_path}/trained"])
+    assert code == 0, err
+    from safetensors.torch import load_file
+
+    before, after = load_file(config.parent / "model" / "model.safetensors"), load_file(tmp_path / "trained" / "model.safetensors")
+    assert before.keys() == after.keys() and (tmp_path / "trained" / "tokenizer.json").is_file()
+    changed = (before["model.norm.weight"] - after["model.norm.weight"]).abs().max()
+    assert 1e-5 < changed < 1e-2
