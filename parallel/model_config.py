@@ -24,10 +24,62 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary embeddings (arXiv 2309.00071; transformers `rope_type: yarn`)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class MoE:
+    """The expert layers of a model. `layers` are the indices of the decoder layers that have experts.
+
+    A token goes to its `top_k` experts by `score` ("softmax" over all experts or "sigmoid" of each); `correction_bias` (fp32)
+    is added for the choice only. With `normalize` the chosen weights are divided by their sum; then they are multiplied by
+    `scaling`. With `groups`, experts are chosen among the best `top_groups` groups only. `shared_intermediate_size` is that of
+    all shared experts together (0: none), `shared_gate` puts a sigmoid gate on their output.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    score: str = "softmax"
+    normalize: bool = True
+    scaling: float = 1.0
+    groups: int | None = None
+    top_groups: int | None = None
+    correction_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (arXiv 2405.04434): ranks of the compressed query (None: not compressed) and key/value."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and switches that all layouts, Megatron-Core and the engine derive from.
 
-    `hf` keeps the source `config.json` as it was read, for export.
+    `sliding_window` is the number of keys a position sees, itself included, in the `windowed_layers`; all other layers see
+    everything before them. `sinks`: attention has one more, learned, score per head (gpt_oss). `swiglu_limit`: the clamped
+    SwiGLU of gpt_oss. `rotary_fraction`: the part of head_dim that is rotated. `hf` keeps the source `config.json` as read.
     """
 
     family: str
@@ -41,9 +93,18 @@ class ModelConfig:
     max_position_embeddings: int
     tied: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] = ()
+    swiglu_limit: float | None = None
+    moe: MoE | None = None
+    mla: MLA | None = None
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
+    rotary_fraction: float = 1.0
     init_std: float = 0.02
     dtype: str = "float32"
     bos_token_id: int | None = None
@@ -57,11 +118,20 @@ class ModelConfig:
                 raise UserError(f"model: {name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"model: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}")
+        if self.moe is not None and not 1 <= self.moe.top_k <= self.moe.num_experts:
+            raise UserError(f"model: {self.moe.top_k} experts per token of {self.moe.num_experts}; it must be between 1 and their number")
+        if self.moe is not None and self.moe.groups and self.moe.num_experts % self.moe.groups:
+            raise UserError(f"model: {self.moe.num_experts} experts do not divide into n_group {self.moe.groups}")
 
     @property
     def q_size(self) -> int:
         """Rows of the query projection."""
         return self.num_heads * self.head_dim
+
+    @property
+    def moe_layers(self) -> frozenset[int]:
+        """Indices of the decoder layers that have experts."""
+        return frozenset(self.moe.layers if self.moe else ())
 
     @property
     def kv_size(self) -> int:
@@ -118,6 +188,8 @@ class ModelConfig:
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), hf=dict(hf),
         )
         _refuse_unsupported(hf, family.name)
+        if hf.get("sliding_window") and hf.get("use_sliding_window", True):
+            values.update(sliding_window=int(hf["sliding_window"]), windowed_layers=_windowed_layers(hf))
         values.update(family.read(hf))
         values.update(changes)
         return cls(**values)
@@ -137,10 +209,27 @@ def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return theta, None
+    if kind == "yarn":
+        return theta, _yarn(scaling)
     if kind != "llama3":
-        raise UserError(f"model config.json: rope scaling {kind!r} is not supported; supported: default, llama3")
+        raise UserError(f"model config.json: rope scaling {kind!r} is not supported; supported: default, llama3, yarn")
     return theta, RopeScaling(float(scaling["factor"]), float(scaling["low_freq_factor"]),
                               float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]))
+
+
+def _yarn(scaling: dict[str, Any]) -> Yarn:
+    if "original_max_position_embeddings" not in scaling:
+        raise UserError("model config.json: rope scaling yarn lacks original_max_position_embeddings")
+    optional = {key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate") if scaling.get(key) is not None}
+    return Yarn(float(scaling["factor"]), int(scaling["original_max_position_embeddings"]), **optional)
+
+
+def _windowed_layers(hf: dict[str, Any]) -> tuple[int, ...]:
+    """Layers with a sliding window: `layer_types` where given, else those from `max_window_layers` on (Qwen), else all."""
+    count = int(hf["num_hidden_layers"])
+    if hf.get("layer_types"):
+        return tuple(i for i, kind in enumerate(hf["layer_types"]) if kind == "sliding_attention")
+    return tuple(range(int(hf.get("max_window_layers") or 0) if "use_sliding_window" in hf else 0, count))
 
 
 def _refuse_unsupported(hf: dict[str, Any], family: str) -> None:

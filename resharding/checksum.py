@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-from resharding.boxes import Box, first_overlap, slices
+from resharding.boxes import Box, first_overlap
 from resharding.errors import WeightsError
 from resharding.layout import Layout
 
@@ -38,7 +38,7 @@ def piece_checksums(layout: Layout, tensors: Mapping[str, torch.Tensor],
                 sums.append(torch.zeros((), dtype=torch.int64, device=tensor.device))
                 continue
             target = dtype.get(piece.canonical, local.dtype) if isinstance(dtype, Mapping) else dtype or local.dtype
-            sums.append(region_checksum(tensor[slices(piece.place)], piece.region, target))
+            sums.append(region_checksum(piece.of(tensor), piece.region, target))
     return [value & MASK for value in torch.stack(sums).tolist()] if sums else []
 
 

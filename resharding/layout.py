@@ -3,24 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
 
 import torch
 
 from parallel.families import FAMILIES
 from parallel.families.base import Parameter
 from parallel.model_config import ModelConfig
-from resharding.boxes import Box, at
+from resharding.boxes import Box, at, slices
 from resharding.errors import WeightsError
 
-__all__ = ["Box", "Layout", "LocalTensor", "Piece", "canonical_shapes", "check_tensors", "empty_tensors", "parameters_of"]
+__all__ = ["Box", "IDENTITY", "Layout", "Listed", "LocalTensor", "Party", "Piece", "Shard", "View", "canonical_blocks", "canonical_shapes",
+           "check_tensors", "empty_tensors", "parameters_of"]
+
+
+@dataclass(frozen=True)
+class View:
+    """How a local tensor is looked at to find a piece: `tensor[index]`, transposed, then every `step`-th row from `start` on.
+
+    `index` selects along leading dimensions (an expert, a stacked layer). Boxes are in the coordinates of the view.
+    """
+
+    index: tuple[int, ...] = ()
+    transposed: bool = False
+    start: int = 0
+    step: int = 1
+
+    def of(self, tensor: Any) -> Any:
+        """The view of a tensor (no copy). A safetensors slice is returned as it is where the view is the identity."""
+        if self.index:
+            tensor = tensor[self.index if len(self.index) > 1 else self.index[0]]
+        if self.transposed:
+            tensor = tensor.T
+        return tensor[self.start::self.step] if self.step > 1 else tensor
+
+    def shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the view of a tensor of shape `local`."""
+        rest = local[len(self.index):]
+        rest = rest[::-1] if self.transposed else rest
+        return (len(range(self.start, rest[0], self.step)), *rest[1:]) if self.step > 1 else rest
+
+
+IDENTITY = View()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`region` of the canonical tensor sits at `offset` in the local tensor.
+    """`region` of the canonical tensor sits at `offset` in the `view` of the local tensor.
 
     `canonical` None means padding: zeros of the region's shape, part of no canonical tensor.
     """
@@ -28,11 +60,16 @@ class Piece:
     canonical: str | None
     region: Box
     offset: tuple[int, ...]
+    view: View = IDENTITY
 
     @property
     def place(self) -> Box:
-        """Where the piece sits in the local tensor."""
+        """Where the piece sits in its view of the local tensor."""
         return at(self.offset, self.region)
+
+    def of(self, tensor: Any) -> Any:
+        """The piece's part of a tensor (a view, no copy), in the shape of `region`."""
+        return self.view.of(tensor)[slices(self.place)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +88,7 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """All local tensors of one rank of one party. `kind` is "hf", "mcore" or "trtllm"; `rank` is the rank in the world."""
+    """All local tensors of one rank of one party. `kind` is "hf", "mcore", "trtllm", ...; `rank` is the rank in the world."""
 
     kind: str
     rank: int
@@ -69,9 +106,88 @@ class Layout:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+@dataclass(frozen=True)
+class Shard:
+    """A local tensor and all ranks of a party that hold it (replicas)."""
+
+    ranks: tuple[int, ...]
+    tensor: LocalTensor
+
+
+class Party(Protocol):
+    """All ranks of the trainer, of an engine, or of a directory of files, described block by block without listing every rank.
+
+    Blocks are those of `canonical_blocks`: the embedding, each layer, the final norm, the head.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+
+    def shards(self, block: int) -> Sequence[Shard]:
+        """Every distinct local tensor that holds part of the block's canonical tensors."""
+        ...
+
+    def layout(self, rank: int) -> Layout:
+        """What one rank holds."""
+        ...
+
+
+class Listed:
+    """A party that is given as the list of its layouts. `blocks` names the canonical tensors of each block (None: one block)."""
+
+    def __init__(self, layouts: Sequence[Layout], blocks: Sequence[Iterable[str]] | None = None) -> None:
+        self.kind = layouts[0].kind if layouts else "none"
+        self.ranks = tuple(layout.rank for layout in layouts)
+        self._layouts = {layout.rank: layout for layout in layouts}
+        block_of = {name: i for i, names in enumerate(blocks or ()) for name in names}
+        found: dict[int, dict[LocalTensor, list[int]]] = {}
+        for layout in layouts:
+            for tensor in layout.tensors:
+                for block in {block_of.get(p.canonical, 0) for p in tensor.pieces if p.canonical is not None} or {0}:  # all padding
+                    found.setdefault(block, {}).setdefault(tensor, []).append(layout.rank)
+        self._shards = {block: tuple(Shard(tuple(ranks), t) for t, ranks in held.items()) for block, held in found.items()}
+
+    def shards(self, block: int) -> Sequence[Shard]:
+        return self._shards.get(block, ())
+
+    def layout(self, rank: int) -> Layout:
+        return self._layouts[rank]
+
+
 def parameters_of(model: ModelConfig) -> tuple[Parameter, ...]:
     """The fused parameters that the model's family declares."""
+    return _parameters(model)
+
+
+@lru_cache(maxsize=64)
+def _parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     return FAMILIES[model.family].parameters(model)
+
+
+def in_layer(parameter: Parameter, model: ModelConfig, layer: int) -> bool:
+    """Whether decoder layer `layer` has the parameter."""
+    return parameter.layers == "all" or (parameter.layers == "moe") == (layer in model.moe_layers)
+
+
+def blocks_of(model: ModelConfig) -> list[tuple[str, int]]:
+    """(stage, layer) of every block, from the embedding through the layers to the head."""
+    return [("embedding", 0), *(("layer", i) for i in range(model.num_layers)), ("final", 0), ("head", 0)]
+
+
+def block_parameters(model: ModelConfig, stage: str, layer: int) -> Iterator[Parameter]:
+    return (p for p in parameters_of(model) if p.stage == stage and (stage != "layer" or in_layer(p, model, layer)))
+
+
+def canonical_blocks(model: ModelConfig) -> list[dict[str, tuple[int, ...]]]:
+    """Name and full shape of every canonical tensor, block by block. A tied model's head block is empty."""
+    blocks = []
+    for stage, layer in blocks_of(model):
+        shapes: dict[str, tuple[int, ...]] = {}
+        for p in block_parameters(model, stage, layer):
+            for expert in range(model.moe.num_experts if p.expert and model.moe else 1):
+                shapes.update((name.format(layer=layer, expert=expert), shape) for name, shape in p.hf)
+        blocks.append(shapes)
+    return blocks
 
 
 def canonical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -79,14 +195,22 @@ def canonical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     A tied model has no `lm_head.weight`.
     """
-    parameters = parameters_of(model)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for stage in ("embedding", "layer", "final", "head"):
-        for layer in range(model.num_layers if stage == "layer" else 1):
-            for parameter in parameters:
-                if parameter.stage == stage:
-                    shapes.update((name.format(layer=layer), shape) for name, shape in parameter.hf)
-    return shapes
+    return {name: shape for block in canonical_blocks(model) for name, shape in block.items()}
+
+
+def canonical_dtypes(model: ModelConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of every canonical tensor of a model in `dtype`: a few are kept in another (router correction biases in fp32)."""
+    out = {}
+    for stage, layer in blocks_of(model):
+        for p in block_parameters(model, stage, layer):
+            for expert in range(model.moe.num_experts if p.expert and model.moe else 1):
+                out.update((name.format(layer=layer, expert=expert), stored_dtype(p, dtype)) for name, _ in p.hf)
+    return out
+
+
+def stored_dtype(parameter: Parameter, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, unless the parameter is kept in its own."""
+    return getattr(torch, parameter.dtype) if parameter.dtype else dtype
 
 
 def check_tensors(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:

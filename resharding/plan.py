@@ -1,22 +1,32 @@
-"""The copies that turn source layouts into destination layouts: pure geometry, the same on every rank."""
+"""The copies that turn source layouts into destination layouts: pure geometry, the same on every rank, no tensor touched.
+
+A rank plans only its own part: the copies that it sends, receives or makes in place. What the others do need not be known, because
+who sends what is a function of the two parties alone (`resharding.senders`), and because copies are made in one order everywhere.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from resharding.boxes import Box, at, first_overlap, inside, intersect, subtract_all, volume, whole
 from resharding.errors import CoverageError, listed
-from resharding.layout import Layout, LocalTensor
+from resharding.layout import IDENTITY, Layout, Listed, LocalTensor, Party, Piece, View
+from resharding.senders import senders
+
+Blocks = Sequence[Mapping[str, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
-class Copy:
-    """One region of one canonical tensor on its way. `dtype` is the destination's: the source casts before it sends."""
+class Copy(NamedTuple):
+    """One region of one canonical tensor on its way. `dtype` is the destination's: the source casts before it sends.
+
+    Boxes are in the coordinates of the views. `order` rises with the position in the plan, and is the same on all ranks.
+    """
 
     src_rank: int
     src_tensor: str
@@ -26,27 +36,33 @@ class Copy:
     dst_box: Box
     canonical: str
     dtype: torch.dtype
+    region: Box
+    order: int = 0
+    src_view: View = IDENTITY
+    dst_view: View = IDENTITY
 
     @property
     def nbytes(self) -> int:
         return volume(self.dst_box) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Padding:
+class Padding(NamedTuple):
     """A region of a destination tensor that belongs to no canonical tensor and is filled with zeros."""
 
     rank: int
     tensor: str
     box: Box
+    view: View = IDENTITY
 
 
 @dataclass(frozen=True, eq=False)  # compared and cached by identity: plans are big and built once
 class Plan:
-    """Copies in canonical order (so that a prefix of them is spread over all ranks) and paddings."""
+    """Copies in canonical order (so that a prefix of them is spread over all ranks) and paddings, of `rank` or (None) of all ranks."""
 
     copies: tuple[Copy, ...]
     paddings: tuple[Padding, ...]
+    rank: int | None = None
+    _cache: dict[object, object] = field(default_factory=dict, repr=False)
 
     @cached_property
     def bytes_moved(self) -> int:
@@ -55,118 +71,196 @@ class Plan:
 
     @cached_property
     def bytes_written(self) -> int:
-        """Bytes written into destination tensors on all ranks, padding aside."""
-        return sum(c.nbytes for c in self.copies)
+        """Bytes written into destination tensors (of `rank`, or of all ranks), padding aside."""
+        return sum(c.nbytes for c in self.copies if self.rank in (None, c.dst_rank))
 
     @cached_property
     def bytes_sent(self) -> Counter[int]:
         """Bytes that each rank sends to others."""
-        sent: Counter[int] = Counter()
+        return self._count(lambda c: c.src_rank)
+
+    @cached_property
+    def bytes_received(self) -> Counter[int]:
+        """Bytes that each rank receives from others."""
+        return self._count(lambda c: c.dst_rank)
+
+    def _count(self, key: Callable[[Copy], int]) -> Counter[int]:
+        out: Counter[int] = Counter()
         for copy in self.copies:
             if copy.src_rank != copy.dst_rank:
-                sent[copy.src_rank] += copy.nbytes
-        return sent
+                out[key(copy)] += copy.nbytes
+        return out
 
 
-@dataclass(frozen=True)
-class _Holder:
-    rank: int
-    tensor: LocalTensor
-    offset: tuple[int, ...]
+class _Held(NamedTuple):
+    """One region of a canonical tensor at the sources: every rank that holds it, and where."""
+
+    region: Box
+    ranks: tuple[int, ...]
+    where: dict[int, tuple[LocalTensor, Piece]]
 
 
-Holders = dict[str, dict[Box, list[_Holder]]]  # canonical name -> distinct region -> who holds it, and where
+def make_plan(sources: Party | Sequence[Layout], destinations: Party | Sequence[Layout], shapes: Mapping[str, tuple[int, ...]] | Blocks,
+              source_is_everywhere: bool = False, read_all: bool = True, rank: int | None = None,
+              host_of: Callable[[int], int] = lambda rank: rank // 8) -> Plan:
+    """Plan the copies from `sources` to `destinations`: those of `rank`, or (None) of all ranks.
 
-
-def make_plan(sources: Sequence[Layout], destinations: Sequence[Layout], shapes: Mapping[str, tuple[int, ...]],
-              source_is_everywhere: bool = False, read_all: bool = True) -> Plan:
-    """Plan the copies from `sources` to `destinations`; `shapes` are the canonical tensors (name to full shape).
-
-    Among replicas of a region a destination takes its own rank's, else that of the rank that has sent least so far.
+    `shapes` are the canonical tensors (name to full shape), in one mapping or block by block as the parties number them. Among
+    replicas of a region a destination takes its own rank's, else one on its host (`host_of` a rank), else any; senders share the work.
     `source_is_everywhere`: every rank can read the source itself (files), so nothing travels. `read_all=False` allows
     destinations that do not need every canonical tensor (one rank of many, a critic without the head).
-    Raises CoverageError that names the tensors where a destination element would be written never or twice, or a canonical
-    tensor would not be read whole.
+    Raises CoverageError that names the tensors where an element of a planned destination would be written never or twice, or a
+    canonical tensor would not be read whole.
     """
-    held, wanted = _holders(sources, shapes), _holders(destinations, shapes)
-    _check_tiling(destinations)
-    sent: Counter[int] = Counter()
-    copies: list[Copy] = []
-    missing: list[str] = []
-    unread: list[str] = []
-    for canonical, shape in shapes.items():
-        left = [whole(shape)]
-        for region, places in wanted.get(canonical, {}).items():
-            left = subtract_all(left, region)
-            for place in places:
-                complete = _cover(canonical, region, place, held.get(canonical, {}), source_is_everywhere, sent, copies)
-                if not complete:
-                    missing.append(f"{canonical} (for {place.tensor.name} on rank {place.rank})")
-        if left and read_all:
-            unread.append(canonical)
+    blocks: Blocks = [shapes] if isinstance(shapes, Mapping) else shapes
+    names = [block.keys() for block in blocks]
+    source = Listed(sources, names) if isinstance(sources, Sequence) else sources
+    destination = Listed(destinations, names) if isinstance(destinations, Sequence) else destinations
+    planner = _Planner(source, destination, {name for block in blocks for name in block}, source_is_everywhere, rank, host_of)
+    for number, block in enumerate(blocks):
+        planner.add(number, block)
+    _refuse(planner.missing, planner.unread if read_all else [])
+    return Plan(tuple(planner.copies), tuple(planner.paddings), rank)
+
+
+def _refuse(missing: list[str], unread: list[str]) -> None:
     problems = [f"no source holds all of {listed(missing)}"] if missing else []
     problems += [f"no destination takes all of {listed(unread)}"] if unread else []
     if problems:
         raise CoverageError("the plan does not cover the model: " + "; ".join(problems))
-    paddings = tuple(Padding(layout.rank, local.name, piece.place)
-                     for layout in destinations for local in layout.tensors for piece in local.pieces if piece.canonical is None)
-    return Plan(tuple(copies), paddings)
 
 
-def _holders(layouts: Sequence[Layout], shapes: Mapping[str, tuple[int, ...]]) -> Holders:
-    out: Holders = defaultdict(lambda: defaultdict(list))
-    for layout in layouts:
-        for local in layout.tensors:
-            for piece in local.pieces:
+class _Planner:
+    """Walks the blocks once and collects copies, paddings and what is not covered."""
+
+    def __init__(self, source: Party, destination: Party, known: set[str], everywhere: bool, rank: int | None,
+                 host_of: Callable[[int], int]) -> None:
+        self.source, self.destination, self.known = source, destination, known
+        self.everywhere, self.rank, self.host_of = everywhere, rank, host_of
+        self.copies: list[Copy] = []
+        self.paddings: list[Padding] = []
+        self.missing: list[str] = []
+        self.unread: list[str] = []
+        self._seen: dict[tuple[int, str], LocalTensor] = {}
+
+    def add(self, number: int, block: Mapping[str, tuple[int, ...]]) -> None:
+        held = self._held(number, block)
+        taken: dict[str, list[Box]] = defaultdict(list)
+        for i, shard in enumerate(self.destination.shards(number)):
+            mine = self.rank is None or self.rank in shard.ranks
+            new = mine and self._is_new(shard.tensor, shard.ranks)
+            for j, piece in enumerate(shard.tensor.pieces):
                 if piece.canonical is None:
-                    continue
-                if piece.canonical not in shapes or not inside(piece.region, whole(shapes[piece.canonical])):
-                    raise CoverageError(f"{layout.kind} tensor {local.name} on rank {layout.rank} holds {piece.canonical} {piece.region}, "
-                                        f"but the model's tensor is {shapes.get(piece.canonical, 'unknown')}")
-                if volume(piece.region):
-                    out[piece.canonical][piece.region].append(_Holder(layout.rank, local, piece.offset))
-    return out
+                    self.paddings += [Padding(r, shard.tensor.name, piece.place, piece.view) for r in self._own(shard.ranks) if new]
+                elif self._belongs(self.destination, shard.tensor, shard.ranks, piece, block):
+                    taken[piece.canonical].append(piece.region)
+                    if volume(piece.region):
+                        self._fill(shard.tensor, piece, shard.ranks, held.get(piece.canonical, ()), number << 44 | i << 24 | j)
+        self.unread += [name for name, shape in block.items() if not _covered(tuple(taken.get(name, ())), shape)]
 
+    def _held(self, number: int, block: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
+        """Who holds which regions of the block's canonical tensors. Distinct regions of one tensor must be disjoint."""
+        regions: dict[str, dict[Box, dict[int, tuple[LocalTensor, Piece]]]] = {}
+        for shard in self.source.shards(number):
+            for piece in shard.tensor.pieces:
+                if piece.canonical is not None and self._belongs(self.source, shard.tensor, shard.ranks, piece, block) and volume(piece.region):
+                    where = regions.setdefault(piece.canonical, {}).setdefault(piece.region, {})
+                    where.update(dict.fromkeys(shard.ranks, (shard.tensor, piece)))
+        for canonical, held in regions.items():
+            if len(held) > 1 and (overlap := first_overlap(tuple(held))):
+                raise CoverageError(f"{canonical}: the sources hold {overlap[0]} and {overlap[1]}, which overlap without being the same")
+        return {name: [_Held(region, tuple(where), where) for region, where in held.items()] for name, held in regions.items()}
 
-def _check_tiling(destinations: Sequence[Layout]) -> None:
-    for layout in {id(layout.tensors): layout for layout in destinations}.values():  # replicas share their description
-        names = Counter(local.name for local in layout.tensors)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise CoverageError(f"{layout.kind} rank {layout.rank} lists {listed(twice)} more than once")
-        for local in layout.tensors:
-            places = tuple(piece.place for piece in local.pieces)
-            where = f"{layout.kind} tensor {local.name} {local.shape} on rank {layout.rank}"
-            if outside := [p for p in places if not inside(p, whole(local.shape))]:
-                raise CoverageError(f"{where}: the piece at {outside[0]} lies outside it")
-            if overlap := first_overlap(places):
-                raise CoverageError(f"{where}: elements would be written twice, by the pieces at {overlap[0]} and {overlap[1]}")
-            if sum(map(volume, places)) != volume(whole(local.shape)):
-                raise CoverageError(f"{where}: its pieces leave elements unwritten")
+    def _belongs(self, party: Party, tensor: LocalTensor, ranks: Sequence[int], piece: Piece, block: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether the piece is part of this block (a tensor may hold several). Raises CoverageError for one of no canonical tensor."""
+        shape = block.get(piece.canonical or "")
+        if shape is None and piece.canonical in self.known:
+            return False
+        if shape is None or not inside(piece.region, whole(shape)):
+            raise CoverageError(f"{party.kind} tensor {tensor.name} on rank {ranks[0]} holds {piece.canonical} {piece.region}, "
+                                f"but the model's tensor is {shape or 'unknown'}")
+        return True
 
+    def _own(self, ranks: Sequence[int]) -> Sequence[int]:
+        return ranks if self.rank is None else (self.rank,) if self.rank in ranks else ()
 
-def _cover(canonical: str, region: Box, place: _Holder, held: Mapping[Box, list[_Holder]], everywhere: bool, sent: Counter[int],
-           copies: list[Copy]) -> bool:
-    """Append the copies that fill `region` at `place`; False where the sources do not hold all of it."""
-    own_first = sorted(held, key=lambda box: all(h.rank != place.rank for h in held[box]))
-    remaining = [region]
-    for source_region in own_first:
-        for box in remaining:
-            common = intersect(box, source_region)
+    def _is_new(self, tensor: LocalTensor, ranks: Sequence[int]) -> bool:
+        """Check a destination tensor when it is first met. Raises CoverageError where its pieces do not tile it."""
+        known = [self._seen.setdefault((rank, tensor.name), tensor) for rank in self._own(ranks) if (rank, tensor.name) in self._seen]
+        if any(other is not tensor for other in known) or len(set(ranks)) < len(ranks):
+            raise CoverageError(f"{self.destination.kind} rank {ranks[0]} lists {tensor.name} more than once")
+        if known:
+            return False
+        self._seen.update(dict.fromkeys(((rank, tensor.name) for rank in self._own(ranks)), tensor))
+        if fault := _tiling_fault(tensor.shape, tuple((piece.place, piece.view) for piece in tensor.pieces)):
+            raise CoverageError(f"{self.destination.kind} tensor {tensor.name} {tensor.shape} on rank {ranks[0]}: {fault}")
+        return True
+
+    def _fill(self, tensor: LocalTensor, piece: Piece, ranks: tuple[int, ...], held: Sequence[_Held], order: int) -> None:
+        """Copies of one destination piece, for every rank that has it."""
+        remaining = volume(piece.region)
+        for source in held:
+            common = piece.region if piece.region == source.region else intersect(piece.region, source.region)
             if common is None:
                 continue
-            holders = held[source_region]
-            holder = holders[0] if everywhere else min(holders, key=lambda h: (h.rank != place.rank, sent[h.rank], h.rank))
-            copy = Copy(place.rank if everywhere else holder.rank, holder.tensor.name, _local(common, source_region, holder.offset),
-                        place.rank, place.tensor.name, _local(common, region, place.offset), canonical, place.tensor.dtype)
-            copies.append(copy)
-            if copy.src_rank != copy.dst_rank:
-                sent[copy.src_rank] += copy.nbytes
-        remaining = subtract_all(remaining, source_region)
-        if not remaining:
-            return True
-    return not remaining
+            remaining -= volume(common)
+            for src, dst in self._pairs(ranks, source.ranks, order):
+                held_in, source_piece = source.where[source.ranks[0] if self.everywhere else src]
+                self.copies.append(Copy(
+                    src, held_in.name, _local(common, source.region, source_piece.offset), dst, tensor.name,
+                    _local(common, piece.region, piece.offset), piece.canonical or "", tensor.dtype, common, order,
+                    source_piece.view, piece.view))
+        if remaining:
+            self.missing += [f"{piece.canonical} (for {tensor.name} on rank {rank})" for rank in self._own(ranks)]
+
+    def _pairs(self, wanting: tuple[int, ...], holding: tuple[int, ...], order: int) -> Sequence[tuple[int, int]]:
+        """(source rank, destination rank) of the copies of one region that this plan is about."""
+        if self.everywhere:
+            return [(rank, rank) for rank in self._own(wanting)]
+        if self.rank is not None and self.rank not in wanting and self.rank not in holding:
+            return ()
+        return senders(wanting, holding, self.host_of, order % 4093).of(self.rank)
+
+
+@lru_cache(maxsize=4096)  # layers repeat the same few arrangements
+def _tiling_fault(shape: tuple[int, ...], places: tuple[tuple[Box, View], ...]) -> str | None:
+    """What is wrong with pieces at `places` (box in a view) as a tiling of a local tensor; None where nothing is."""
+    if outside := [box for box, view in places if not inside(box, whole(view.shape(shape)))]:
+        return f"the piece at {outside[0]} lies outside it"
+    by_view: dict[View, list[Box]] = defaultdict(list)
+    for box, view in places:
+        by_view[view].append(box)
+    for boxes in by_view.values():
+        if overlap := first_overlap(tuple(boxes)):
+            return f"elements would be written twice, by the pieces at {overlap[0]} and {overlap[1]}"
+    if len(by_view) > 1 and (clash := _clash(list(by_view))):
+        return f"elements would be written twice, through the views {clash[0]} and {clash[1]}"
+    if sum(volume(box) for box, _ in places) != volume(whole(shape)):
+        return "its pieces leave elements unwritten"
+    return None
+
+
+def _clash(views: list[View]) -> tuple[View, View] | None:
+    """Two views of one tensor that share elements: all must select in the same way, differing in index or phase."""
+    first = views[0]
+    for view in views:
+        if (len(view.index), view.transposed, view.step) != (len(first.index), first.transposed, first.step):
+            return first, view
+    starts = {(view.index, view.start % view.step) for view in views}
+    return None if len(starts) == len(views) else (first, views[-1])
+
+
+@lru_cache(maxsize=65536)
+def _covered(regions: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
+    """Whether the regions make up the whole tensor."""
+    left = [whole(shape)]
+    if left[0] in regions or not volume(left[0]):
+        return True
+    for region in set(regions):
+        left = subtract_all(left, region)
+    return not left
 
 
 def _local(part: Box, region: Box, offset: tuple[int, ...]) -> Box:
-    """Where `part` of the canonical tensor sits in a local tensor that holds `region` at `offset`."""
+    """Where `part` of the canonical tensor sits in a view of a local tensor that holds `region` at `offset`."""
     return at([o + p[0] - r[0] for o, p, r in zip(offset, part, region, strict=True)], part)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.families.base import Family, decoder_parameters
+from parallel.families.base import Family, dense_decoder
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
     if hf.get("attention_bias"):
         raise UserError("model config.json (llama): attention_bias true is not supported (it puts a bias on o_proj too)")
-    return {}
+    return {"sliding_window": None, "windowed_layers": ()}  # transformers' llama has no window
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", read, decoder_parameters)
+FAMILY = Family("llama", "LlamaForCausalLM", read, dense_decoder)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallel.errors import UserError
-from parallel.families.base import Family, decoder_parameters
+from parallel.families.base import Family, dense_decoder, qwen_window
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
-    if hf.get("use_sliding_window"):
-        raise UserError("model config.json (qwen2): use_sliding_window true is not supported; set it to false for full attention")
-    return {"qkv_bias": True}
+    return {"qkv_bias": True, **qwen_window(hf)}
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, decoder_parameters)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, dense_decoder)

@@ -41,9 +41,10 @@ def copy_own(plan: Plan, source: Mapping[str, Any], destination: Mapping[str, to
     started, moved = time.perf_counter(), 0
     for copy in plan.copies:
         if copy.src_rank == rank == copy.dst_rank:
-            destination[copy.dst_tensor][slices(copy.dst_box)].copy_(source[copy.src_tensor][slices(copy.src_box)])
+            target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
+            target.copy_(copy.src_view.of(source[copy.src_tensor])[slices(copy.src_box)])
             moved += copy.nbytes
     for padding in plan.paddings:
         if padding.rank == rank:
-            destination[padding.tensor][slices(padding.box)].zero_()
+            padding.view.of(destination[padding.tensor])[slices(padding.box)].zero_()
     return MoveReport(moved, time.perf_counter() - started)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -70,7 +70,7 @@ def _exchange(exchange: _Round, source: Mapping[str, torch.Tensor], destination:
         message = torch.zeros(_message_bytes(copies), dtype=torch.uint8, device=device)
         try:
             for copy, view in _views(copies, message):
-                view.copy_(source[copy.src_tensor][slices(copy.src_box)])
+                view.copy_(copy.src_view.of(source[copy.src_tensor])[slices(copy.src_box)])
         except Exception as error:
             failures.append(error)
         operations.append(dist.P2POp(dist.isend, message, peer, group))
@@ -80,7 +80,7 @@ def _exchange(exchange: _Round, source: Mapping[str, torch.Tensor], destination:
     for peer, copies in exchange.incoming.items():
         try:
             for copy, view in _views(copies, buffers[peer]):
-                destination[copy.dst_tensor][slices(copy.dst_box)].copy_(view)
+                copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)].copy_(view)
                 moved += copy.nbytes
         except Exception as error:
             failures.append(error)
@@ -148,5 +148,6 @@ def _split(copy: Copy, limit: int) -> list[Copy]:
     def rows(box: Box, start: int, count: int) -> Box:
         return ((start, start + count), *box[1:])
 
-    return [replace(copy, src_box=rows(copy.src_box, src_low + i, min(step, high - low - i)),
-                    dst_box=rows(copy.dst_box, low + i, min(step, high - low - i))) for i in range(0, high - low, step)]
+    return [copy._replace(src_box=rows(copy.src_box, src_low + i, min(step, high - low - i)),
+                          dst_box=rows(copy.dst_box, low + i, min(step, high - low - i)),
+                          region=rows(copy.region, copy.region[0][0] + i, min(step, high - low - i))) for i in range(0, high - low, step)]

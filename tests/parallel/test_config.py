@@ -60,7 +60,7 @@ def test_two_rotary_bases_are_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-    (dict(model_type="mamba"), "llama, qwen2"), (dict(model_type="qwen2", use_sliding_window=True), "sliding"),
+    (dict(model_type="mamba"), "llama, mistral"), (dict(model_type="deepseek_v2", topk_method="best"), "topk_method"),
     (dict(hidden_act="gelu"), "gelu"), (dict(attention_bias=True), "attention_bias"), (dict(rope_scaling=dict(rope_type="yarn")), "yarn"),
     (dict(quantization_config=dict(quant_method="fp8")), "quantised")])
 def test_what_cannot_be_represented_is_refused_by_name(changes: dict[str, Any], word: str) -> None:

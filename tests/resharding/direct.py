@@ -113,7 +113,7 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
 def simulate(plan: object, sources: dict[int, Tensors], destinations: dict[int, Tensors]) -> None:
     """Execute a plan of several ranks in this process, by the meaning of its copies alone."""
     for c in plan.copies:  # type: ignore[attr-defined]
-        part = sources[c.src_rank][c.src_tensor][tuple(slice(*p) for p in c.src_box)]
-        destinations[c.dst_rank][c.dst_tensor][tuple(slice(*p) for p in c.dst_box)] = part.to(c.dtype)
+        part = c.src_view.of(sources[c.src_rank][c.src_tensor])[tuple(slice(*p) for p in c.src_box)]
+        c.dst_view.of(destinations[c.dst_rank][c.dst_tensor])[tuple(slice(*p) for p in c.dst_box)] = part.to(c.dtype)
     for pad in plan.paddings:  # type: ignore[attr-defined]
-        destinations[pad.rank][pad.tensor][tuple(slice(*p) for p in pad.box)] = 0
+        pad.view.of(destinations[pad.rank][pad.tensor])[tuple(slice(*p) for p in pad.box)] = 0

@@ -1,0 +1,14 @@
+"""`mistral`: as llama, with a sliding window in every layer where config.json gives one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallel.families.base import Family, dense_decoder
+
+
+def read(hf: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+FAMILY = Family("mistral", "MistralForCausalLM", read, dense_decoder)
