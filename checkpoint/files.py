@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def replace_directory(temporary: Path, target: Path) -> None:
+    """Put a finished directory of files in the place of `target`: files on disk first, then one rename; what was there goes last."""
+    for path in temporary.iterdir():
+        sync_file(path)
+    sync_directory(temporary)
+    old = temporary.with_name(temporary.name + ".old")
+    replaced = target.is_dir() and any(target.iterdir())
+    if replaced:
+        target.rename(old)
+    temporary.rename(target)
+    sync_directory(target.parent)
+    if replaced:
+        shutil.rmtree(old)
 
 
 def digest(path: Path) -> tuple[int, str]:

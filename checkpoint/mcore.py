@@ -60,11 +60,24 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def _write_companions(directory: Path, training: TrainingModel, source: str | Path | None, name: str = "metadata.json") -> None:
-    dtype = str(training.dtype).removeprefix("torch.")
+    describe_weights(directory, training.model, str(training.dtype).removeprefix("torch."), source, name)
+
+
+def describe_weights(directory: Path, model: ModelConfig, dtype: str, source: str | Path | None, name: str = "metadata.json") -> None:
+    """Put `hf/` and what describes the format beside weights that are there already."""
     (directory / "hf").mkdir()
-    write_companions(directory / "hf", training.model, dtype, source)
-    facts = {"format": FORMAT, "dtype": dtype, "make_vocab_size_divisible_by": training.model.make_vocab_size_divisible_by}
+    write_companions(directory / "hf", model, dtype, source)
+    facts = {"format": FORMAT, "dtype": dtype, "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by}
     (directory / name).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def is_model_directory(directory: Path) -> bool:
+    """Whether `save_model`, `mcore-rl convert` or a run wrote it: its description is there and is of this format."""
+    try:
+        read_metadata(directory)
+        return True
+    except UserError:
+        return False
 
 
 def read_metadata(directory: str | Path) -> ModelDirectory:
@@ -89,7 +102,8 @@ def model_config_of(directory: str | Path) -> ModelConfig:
                                       make_vocab_size_divisible_by=found.make_vocab_size_divisible_by)
 
 
-def _weights(directory: Path) -> Path:
+def weights_of(directory: Path) -> Path:
+    """Where the `torch_dist` checkpoint is in a model directory."""
     return directory / "weights" if (directory / "weights").is_dir() else directory
 
 
@@ -101,5 +115,5 @@ def load_model(directory: str | Path, training: TrainingModel) -> None:
     verify(directory)
     with training.entered():
         state = model_state(training)
-    load_model_state(training, load_sharded(_weights(Path(directory)), state, ignore=OPTIMIZER_PREFIX))
+    load_model_state(training, load_sharded(weights_of(Path(directory)), state, ignore=OPTIMIZER_PREFIX))
     training.reload_main_params()

@@ -16,7 +16,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ def _point(root: Path, step: int, check: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def whole_directory(final: Path, token: int = 0, facts: dict[str, Any] | None = None,
-                    check: Callable[[], None] = lambda: None) -> Iterator[Path]:
+def whole_directory(final: Path, token: int = 0, facts: dict[str, Any] | None = None, check: Callable[[], None] = lambda: None,
+                    known: Mapping[str, tuple[int, int]] | None = None) -> Iterator[Path]:
     """Collective: yields a temporary directory beside `final`; on leaving, it becomes `final`, with a manifest.
 
-    `facts` go into the manifest; `check` runs on rank 0 right before the rename and may refuse by raising.
+    `facts` go into the manifest; `check` runs on rank 0 right before the rename and may refuse by raising. `known` is looked at
+    on leaving: size and CRC-32 of files that this rank wrote and synced itself, which are not read again.
     """
     temporary = final.parent / f".tmp-{final.name}-{token}"
     doing = f"writing {final}"
@@ -65,7 +66,7 @@ def whole_directory(final: Path, token: int = 0, facts: dict[str, Any] | None = 
         error = caught
     try:
         raise_together(error, doing)
-        files = _describe_files(temporary, doing)
+        files = _describe_files(temporary, doing, known or {})
         on_rank_zero(lambda: _finish(temporary, final, token, files, facts or {}, check), doing)
     except catchable():
         if rank() == 0:
@@ -79,13 +80,14 @@ def _make(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _describe_files(directory: Path, doing: str) -> dict[str, Any]:
+def _describe_files(directory: Path, doing: str, known: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
     """Sync every file and take its size and digest: the work is shared out over the ranks."""
     names = on_rank_zero(lambda: list_files(directory), doing)
-    mine: dict[str, Any] = {}
+    mine: dict[str, Any] = {name: {"bytes": size, "digest": f"crc32:{crc:08x}"} for name, (size, crc) in known.items()}
+    theirs = {name for part in gather(list(mine)) for name in part}
     error: BaseException | None = None
     try:
-        for name in names[rank()::world_size()]:
+        for name in [name for name in names if name not in theirs][rank()::world_size()]:
             sync_file(directory / name)
             size, found = digest(directory / name)
             mine[name] = {"bytes": size, "digest": found}

@@ -12,8 +12,8 @@ from parallel.device import Device, prepare_dtype
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from parallel.training import TrainingModel
-from resharding.layout import canonical_shapes
-from resharding.layouts import mcore_layout, trtllm_layout
+from resharding.layout import canonical_blocks
+from resharding.layouts import mcore_party, trtllm_party
 from resharding.sync import SyncReport, WeightSync
 from trtllm_rollout.embedded.engine import EmbeddedEngine
 from trtllm_rollout.protocol import Completion, Request
@@ -57,11 +57,10 @@ class Rollout:
     def sync(self, source: TrainingModel, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights, as `version`, on all ranks or on none."""
         if self._sync is None:
-            ranks = range(self.world_size)
+            replicas = tuple(tuple(range(i * self.tp, (i + 1) * self.tp)) for i in range(self.replicas))
             self._sync = WeightSync(
-                [mcore_layout(self.model, source.parallel, r, self.world_size, source.dtype) for r in ranks],
-                [trtllm_layout(self.model, self.tp, r % self.tp, r, self.dtype) for r in ranks],
-                canonical_shapes(self.model), self.rank)
+                mcore_party(self.model, source.parallel, self.world_size, source.dtype, source.names),
+                trtllm_party(self.model, replicas, self.dtype), canonical_blocks(self.model), self.rank)
         return self._sync.run(source.tensors, self.engine, version)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

@@ -139,14 +139,9 @@ def optimizer_options(config: Config) -> OptimizerConfig:
 
 def load_weights(training: TrainingModel, directory: str | Path, world: World) -> None:
     """Fill a model from a Hugging Face directory; each rank reads only what it holds."""
-    layout = mcore_layout(training.model, training.parallel, world.rank, world.size, training.dtype, names(training))
+    layout = mcore_layout(training.model, training.parallel, world.rank, world.size, training.dtype, training.names)
     read_hf(directory, layout, training.tensors, training.model)
     training.reload_main_params()
-
-
-def names(training: TrainingModel) -> Any:
-    """Which parameter names the built modules carry: `te` from Transformer Engine's spec, else `local`."""
-    return "te" if any(".layer_norm_weight" in n for n in training.tensors) else "local"
 
 
 def make_rollout(world: World, model: ModelConfig, config: Config) -> Rollout:

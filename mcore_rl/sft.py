@@ -17,7 +17,7 @@ from mcore_rl.algorithms import loss_counts, loss_weights
 from mcore_rl.data import SftExample
 from mcore_rl.phases import phase
 from mcore_rl.record import Recorder
-from mcore_rl.run import Run, names
+from mcore_rl.run import Run
 from mcore_rl.sample import Batch
 from resharding.layouts import mcore_layout
 
@@ -63,5 +63,5 @@ def _step(examples: Sequence[SftExample]) -> Any:
 def export(run: Run, directory: str) -> None:
     """Write the actor's weights as a Hugging Face directory (collective)."""
     training = run.actor.training
-    layouts = [mcore_layout(run.model, training.parallel, r, run.world_size, training.dtype, names(training)) for r in range(run.world_size)]
+    layouts = [mcore_layout(run.model, training.parallel, r, run.world_size, training.dtype, training.names) for r in range(run.world_size)]
     export_hf(directory, layouts, training.tensors, run.model, training.dtype, run.config.model.path, run.rank, overwrite=True)

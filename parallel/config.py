@@ -153,7 +153,12 @@ class ParallelConfig:
                             f"intermediate size {model.moe.intermediate_size}")
         if self.cp > 1:
             raise UserError(f"{where}: cp={self.cp} is not supported by this version's attention; set cp=1")
-        for name, size in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
+        if self.tp > 1 and not self.sequence_parallel and (model.mla or model.moe):
+            what = "latent attention" if model.mla else "experts"  # Megatron refuses the one and is silently wrong in the other
+            raise UserError(f"{where}: {model.family} has {what}: tp={self.tp} needs sequence_parallel; set sequence_parallel=true")
+        if model.moe is not None and model.moe.expert_bias and self.expert_tp > 1:
+            raise UserError(f"{where}: etp={self.expert_tp}: experts with biases ({model.family}) are not cut over tensor-parallel ranks; set etp=1")
+        for name, size in _cut_over_tp(model):
             if size % self.tp:
                 raise UserError(f"{where}: tp={self.tp} does not divide {name} {size} of the model; tp may be {_divisors(model)}")
         if model.num_kv_heads % self.tp and self.tp % model.num_kv_heads:
@@ -165,21 +170,36 @@ class ParallelConfig:
 
 
 def _stages(parallel: ParallelConfig) -> list[int]:
-    """Decoder layers of every stage of a Megatron layout string. Raises UserError for what it cannot mean."""
-    text = (parallel.pipeline_layout or "").replace(",", "").replace(" ", "")
+    """Decoder layers of every stage of a Megatron layout string, read as Megatron-Core's PipelineParallelLayerLayout reads it.
+
+    Raises UserError for what it cannot mean.
+    """
+    text = (parallel.pipeline_layout or "").replace(",", "")
     where = f"parallel.pipeline_layout {parallel.pipeline_layout!r}"
-    while found := re.search(r"\(([^()]*)\)(?:\*(\d+))?|([Etm])\*(\d+)", text):
-        body, times = (found[1], found[2] or 1) if found[3] is None else (found[3], found[4])
-        text = text[:found.start()] + body * int(times) + text[found.end():]
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
     stages = text.split("|")
-    if set(text) - set("EtL|") or text.count("E") != 1 or text.count("L") != 1 or not stages[0].startswith("E") or not text.endswith("L"):
-        raise UserError(f"{where} must be stages between |, made of E (embedding, first), t (layer) and L (loss, last), with *n and (...) for repeats")
+    if set(text) - set("EtL|") or text.count("E") != 1 or text.count("L") != 1 or not text.startswith("E") or not text.endswith("L"):
+        raise UserError(f"{where} must be stages between |, made of E (embedding, first), t (layer) and L (loss, last), where t*3 and (t|)*3 repeat, "
+                        "without spaces")
     if len(stages) != parallel.pp * parallel.chunks:
         raise UserError(f"{where} has {len(stages)} stages; pp {parallel.pp} x vpp {parallel.chunks} = {parallel.pp * parallel.chunks} are needed")
     return [stage.count("t") for stage in stages]
 
 
+def _cut_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
+    """Sizes of config.json that tp must divide."""
+    sizes = [("num_attention_heads", model.num_heads)]
+    if len(model.moe_layers) < model.num_layers:
+        sizes.append(("intermediate_size", model.intermediate_size))
+    if model.moe is not None and model.moe.shared_intermediate_size:
+        sizes.append(("shared experts' intermediate size", model.moe.shared_intermediate_size))
+    if model.mla is not None:  # Megatron's local spec cuts the down-projections too
+        sizes += [("q_lora_rank", model.mla.q_lora_rank or 0), ("kv_lora_rank + qk_rope_head_dim", model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)]
+    return sizes
+
+
 def _divisors(model: ModelConfig) -> str:
-    fits = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0 and model.intermediate_size % n == 0
+    fits = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for _, size in _cut_over_tp(model))
             and (model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0)]
     return ", ".join(map(str, fits))

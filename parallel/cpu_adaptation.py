@@ -27,7 +27,8 @@ _MODULES = (  # loaded up front so that they are adapted; whatever they import c
     "megatron.core.parallel_state", "megatron.core.tensor_parallel", "megatron.core.distributed", "megatron.core.optimizer",
     "megatron.core.optimizer.distrib_optimizer", "megatron.core.optimizer_param_scheduler", "megatron.core.pipeline_parallel",
     "megatron.core.models.gpt", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.dist_checkpointing",
-    "megatron.core.transformer.transformer_config", "megatron.core.tensor_parallel.random",
+    "megatron.core.transformer.transformer_config", "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_latent_attention", "megatron.core.transformer.pipeline_parallel_layer_layout",
 )
 _FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like")
 
@@ -118,6 +119,40 @@ def _setup_embeddings(original: Callable[..., None]) -> Callable[..., None]:
     return setup_embeddings_and_output_layer
 
 
+def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron's own makes host arrays of CUDA tensors only, and all-to-all takes no tensors as split sizes."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """gloo gathers equal sizes only; experts cut over tp send each other different numbers of tokens: padded to the largest."""
+
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return original(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[:len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+    return gather
+
+
+def _reduce_scatter_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same for the way back: summed whole, then cut."""
+
+    def reduce_scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return original(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(n) for n in input_split_sizes])[group.rank()].clone()
+
+    return reduce_scatter
+
+
 _REPLACEMENTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # the random states behind the RNG tracker are the CPU generator's
     ("megatron.core.tensor_parallel.random", "_get_cuda_rng_state", lambda _: lambda *a, **k: torch.get_rng_state()),
@@ -126,7 +161,17 @@ _REPLACEMENTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", lambda _: clip_grad_by_total_norm_fp32),
     ("megatron.core.optimizer.optimizer", "clip_grad_by_total_norm_fp32", lambda _: clip_grad_by_total_norm_fp32),
     ("megatron.core.models.common.language_module.language_module:LanguageModule", "setup_embeddings_and_output_layer", _setup_embeddings),
+    # split sizes of the expert exchange; imported by name in token_dispatcher.py too
+    ("megatron.core.transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", lambda _: maybe_move_tensor_to_cpu),
+    ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", lambda _: maybe_move_tensor_to_cpu),
+    # exchanges of uneven sizes, which gloo lacks
+    ("megatron.core.tensor_parallel.mappings", "_gather_along_first_dim", _gather_uneven),
+    ("megatron.core.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
+    # its import of Transformer Engine's classes succeeds with None in their place, and isinstance(x, None) then fails
+    ("megatron.core.transformer.multi_latent_attention", "HAVE_TE", lambda _: False),
 )
+# names that exist only with Transformer Engine, read without asking whether it is there
+_ABSENT = (("megatron.core.transformer.moe.moe_utils", "te_general_gemm"),)
 
 
 def name_cuda_types(parameters: Iterator[torch.nn.Parameter]) -> None:
@@ -160,6 +205,8 @@ def adapt() -> None:
         if not hasattr(target, attribute):
             raise UserError(f"megatron-core {version}: {where} has no {attribute}; the CPU adaptation does not fit this version")
         setattr(target, attribute, make(getattr(target, attribute)))
+    for module_name, attribute in _ABSENT:
+        vars(importlib.import_module(module_name)).setdefault(attribute, None)
     view = _torch_view()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:

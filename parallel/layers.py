@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from parallel.attention import SDPACoreAttention
+from parallel.model_config import ModelConfig
+
+LATENT_NORM_EPS = 1e-6
 
 
 class RMSNorm(torch.nn.Module):
@@ -28,42 +35,66 @@ class RMSNorm(torch.nn.Module):
         return self.weight * y.to(x.dtype)
 
 
-class SDPACoreAttention(torch.nn.Module):
-    """Causal core attention on `scaled_dot_product_attention`, in place of Megatron's unfused `DotProductAttention`.
+class LatentNorm(RMSNorm):
+    """The norms inside latent attention, whose eps transformers fixes at 1e-6 whatever the model's is."""
 
-    q [tokens, sequences, heads / tp, head_dim], k and v [tokens, sequences, kv_heads / tp, head_dim] -> [tokens, sequences,
-    heads / tp * head_dim]. Sequences are padded on the right, so causality alone keeps padding out of real tokens.
+    def __init__(self, config: Any, hidden_size: int, eps: float = LATENT_NORM_EPS, **unused: Any) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
+def block_spec(model: ModelConfig, layers: Iterable[int], implementation: str) -> Any:
+    """Megatron's spec of the decoder layers with global indices `layers`, each dense or with experts, and of the final norm.
+
+    `torch` takes the local spec with the modules of this file and `parallel.attention`; `te` the Transformer Engine spec (needs
+    Transformer Engine and a GPU).
     """
-
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
-                 softmax_scale: float | None = None, **unused: Any) -> None:
-        super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("this core attention does not support context parallelism")
-        self.scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-                attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None) -> Tensor:
-        if packed_seq_params is not None or attention_bias is not None or attention_mask is not None:
-            raise ValueError("this core attention takes right-padded causal batches: no mask, bias or packing")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def torch_block_spec(num_layers: int) -> Any:
-    """Megatron's local layer spec with the two modules above, for `num_layers` layers and the final norm."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    layer = _te_layer if implementation == "te" else _torch_layer
+    dense, with_experts = layer(model, False), layer(model, True) if model.moe else None
+    if implementation == "te":
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    else:
+        norm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[with_experts if i in model.moe_layers else dense for i in layers], layer_norm=norm)
 
 
-def te_layer_spec() -> Any:
-    """Megatron's Transformer Engine layer spec (needs Transformer Engine and a GPU)."""
+def _torch_layer(model: ModelConfig, experts: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    latent = model.mla is not None
+    layer = get_gpt_layer_local_spec(model.moe.num_experts if experts and model.moe else None, normalization="RMSNorm",
+                                     qk_layernorm=model.qk_norm or latent, multi_latent_attention=latent)
+    s = layer.submodules
+    s.input_layernorm = s.pre_mlp_layernorm = RMSNorm
+    attention = s.self_attention.submodules
+    attention.core_attention = SDPACoreAttention
+    if latent:
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
+    elif model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts:
+        _route(s.mlp.submodules, model)
+    return layer
+
+
+def _te_layer(model: ModelConfig, experts: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_gpt_layer_with_transformer_engine_spec()
+    latent = model.mla is not None
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        model.moe.num_experts if experts and model.moe else None, moe_grouped_gemm=experts, qk_layernorm=model.qk_norm or latent,
+        multi_latent_attention=latent)
+    if experts:
+        _route(layer.submodules.mlp.submodules, model)
+    return layer
+
+
+def _route(moe: Any, model: ModelConfig) -> None:
+    """The family's router, and experts that may have biases."""
+    from parallel.megatron_modules import BiasedRowLinear, Router
+
+    assert model.moe is not None
+    moe.router = partial(Router, model.moe)
+    if model.moe.expert_bias:
+        moe.experts.submodules.linear_fc2 = BiasedRowLinear

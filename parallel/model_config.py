@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from parallel.quantization import read_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN scaling of rotary embeddings (arXiv 2309.00071; transformers `rope_type: yarn`)."""
+    """YaRN scaling of rotary embeddings (arXiv 2309.00071; transformers `rope_type: yarn`). `attention_factor` overrides `mscale`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -34,6 +35,7 @@ class Yarn:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    attention_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class ModelConfig:
         from parallel.families import family_of  # families read this module's types
 
         family = family_of(hf)
+        source, hf = hf, {**family.defaults, **hf}
         try:
             hidden, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
             values: dict[str, Any] = dict(
@@ -176,7 +179,7 @@ class ModelConfig:
             )
         except KeyError as error:
             raise UserError(f"model config.json ({family.name}) lacks the key {error}") from None
-        theta, scaling = _rope(hf)
+        theta, scaling = _rope(hf, source)
         eos = hf.get("eos_token_id")
         values.update(
             max_position_embeddings=int(hf.get("max_position_embeddings") or 2048),
@@ -185,51 +188,45 @@ class ModelConfig:
             init_std=float(hf.get("initializer_range") or 0.02),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),
             bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), hf=dict(hf),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),), hf=dict(source),
         )
         _refuse_unsupported(hf, family.name)
-        if hf.get("sliding_window") and hf.get("use_sliding_window", True):
-            values.update(sliding_window=int(hf["sliding_window"]), windowed_layers=_windowed_layers(hf))
         values.update(family.read(hf))
         values.update(changes)
         return cls(**values)
 
 
-def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+def _rope(hf: dict[str, Any], source: dict[str, Any]) -> tuple[float, RopeScaling | Yarn | None]:
     """Rotary base and scaling, from either place: transformers 5 `rope_parameters` or the older top-level keys."""
     parameters = hf.get("rope_parameters") or {}
-    old = hf.get("rope_theta")
+    old = source.get("rope_theta")
     new = parameters.get("rope_theta")
     if old is not None and new is not None and float(old) != float(new):
         raise UserError(f"model config.json gives two rotary bases: rope_theta {old} and rope_parameters.rope_theta {new}; keep one")
     if old is None and new is None:
-        logger.warning("model config.json gives no rope_theta; using the transformers default 10000.0")
-    theta = float(new if new is not None else old if old is not None else 10000.0)
-    scaling = parameters if parameters.get("rope_type", "default") != "default" else hf.get("rope_scaling") or {}
+        old = hf.get("rope_theta", 10000.0)
+        logger.warning("model config.json gives no rope_theta; using the transformers default %s", old)
+    theta = float(new if new is not None else old)
+    scaling = parameters if parameters.get("rope_type", "default") != "default" else (source if parameters else hf).get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind == "yarn":
-        return theta, _yarn(scaling)
+        return theta, _yarn(scaling, hf.get("max_position_embeddings"))
     if kind != "llama3":
         raise UserError(f"model config.json: rope scaling {kind!r} is not supported; supported: default, llama3, yarn")
     return theta, RopeScaling(float(scaling["factor"]), float(scaling["low_freq_factor"]),
                               float(scaling["high_freq_factor"]), int(scaling["original_max_position_embeddings"]))
 
 
-def _yarn(scaling: dict[str, Any]) -> Yarn:
+def _yarn(scaling: dict[str, Any], max_positions: Any) -> Yarn:
     if "original_max_position_embeddings" not in scaling:
         raise UserError("model config.json: rope scaling yarn lacks original_max_position_embeddings")
-    optional = {key: scaling[key] for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate") if scaling.get(key) is not None}
-    return Yarn(float(scaling["factor"]), int(scaling["original_max_position_embeddings"]), **optional)
-
-
-def _windowed_layers(hf: dict[str, Any]) -> tuple[int, ...]:
-    """Layers with a sliding window: `layer_types` where given, else those from `max_window_layers` on (Qwen), else all."""
-    count = int(hf["num_hidden_layers"])
-    if hf.get("layer_types"):
-        return tuple(i for i, kind in enumerate(hf["layer_types"]) if kind == "sliding_attention")
-    return tuple(range(int(hf.get("max_window_layers") or 0) if "use_sliding_window" in hf else 0, count))
+    original = int(scaling["original_max_position_embeddings"])
+    factor = scaling.get("factor") or int(max_positions or original) / original
+    numbers = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+    optional: dict[str, Any] = {key: float(scaling[key]) for key in numbers if scaling.get(key) is not None}
+    return Yarn(float(factor), original, truncate=bool(scaling.get("truncate", True)), **optional)
 
 
 def _refuse_unsupported(hf: dict[str, Any], family: str) -> None:
@@ -238,7 +235,9 @@ def _refuse_unsupported(hf: dict[str, Any], family: str) -> None:
         raise UserError(f"model config.json ({family}): hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
     if hf.get("mlp_bias"):
         raise UserError(f"model config.json ({family}): mlp_bias true is not supported")
-    if hf.get("quantization_config"):
-        raise UserError(f"model config.json ({family}): quantised checkpoints are not supported; give a bf16 or fp32 directory")
+    partial = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0) and family != "glm4_moe":
+        raise UserError(f"model config.json ({family}): partial_rotary_factor {partial} is not supported; all of a head is rotated")
+    read_quantization(hf)
     if hf.get("pretraining_tp", 1) not in (1, None):
         raise UserError(f"model config.json ({family}): pretraining_tp {hf['pretraining_tp']} is not supported; it must be 1")

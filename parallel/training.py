@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,8 +67,13 @@ class TrainingModel:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """This rank's parameters by mcore layout name; writing into them needs `reload_main_params` afterwards."""
+        """This rank's weights by mcore layout name; writing into them needs `reload_main_params` afterwards."""
         return named_tensors(self.modules)
+
+    @property
+    def names(self) -> Literal["local", "te"]:
+        """Which parameter names the modules carry: Transformer Engine's spec fuses norms into the linears that follow."""
+        return "te" if any(".layer_norm_weight" in name for name in self.tensors) else "local"
 
     @property
     def is_output_rank(self) -> bool:
@@ -147,7 +152,7 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
     """
     prepare_dtype(torch_dtype(dtype), device)
     groups = role_groups(parallel, seed)
-    implementation = choose_layer_implementation(layer_implementation, device)
+    implementation = choose_layer_implementation(layer_implementation, device, model)
     with groups.entered():
         config = transformer_config(model, parallel, torch_dtype(dtype), implementation)
         modules = build_modules(model, parallel, config, implementation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 Box = tuple[tuple[int, int], ...]
@@ -58,6 +58,11 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 def subtract_all(boxes: list[Box], cut: Box) -> list[Box]:
     return [part for box in boxes for part in subtract(box, cut)]
+
+
+def outermost(boxes: Collection[Box]) -> list[Box]:
+    """The boxes that lie inside no other."""
+    return [box for box in boxes if not any(box != other and inside(box, other) for other in boxes)]
 
 
 @lru_cache(maxsize=4096)  # layers repeat the same few arrangements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -106,12 +106,15 @@ class Layout:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-@dataclass(frozen=True)
 class Shard:
-    """A local tensor and all ranks of a party that hold it (replicas)."""
+    """A local tensor and all ranks of a party that hold it (replicas). `make` describes it when it is first asked for."""
 
-    ranks: tuple[int, ...]
-    tensor: LocalTensor
+    def __init__(self, ranks: tuple[int, ...], make: Callable[[], LocalTensor]) -> None:
+        self.ranks, self._make = ranks, make
+
+    @cached_property
+    def tensor(self) -> LocalTensor:
+        return self._make()
 
 
 class Party(Protocol):
@@ -132,6 +135,16 @@ class Party(Protocol):
         ...
 
 
+def shards_by_rank(party: Party, blocks: int) -> dict[int, list[Shard]]:
+    """The shards of every rank, block by block."""
+    out: dict[int, list[Shard]] = {rank: [] for rank in party.ranks}
+    for block in range(blocks):
+        for shard in party.shards(block):
+            for rank in shard.ranks:
+                out[rank].append(shard)
+    return out
+
+
 class Listed:
     """A party that is given as the list of its layouts. `blocks` names the canonical tensors of each block (None: one block)."""
 
@@ -145,7 +158,7 @@ class Listed:
             for tensor in layout.tensors:
                 for block in {block_of.get(p.canonical, 0) for p in tensor.pieces if p.canonical is not None} or {0}:  # all padding
                     found.setdefault(block, {}).setdefault(tensor, []).append(layout.rank)
-        self._shards = {block: tuple(Shard(tuple(ranks), t) for t, ranks in held.items()) for block, held in found.items()}
+        self._shards = {block: tuple(Shard(tuple(ranks), lambda t=t: t) for t, ranks in held.items()) for block, held in found.items()}
 
     def shards(self, block: int) -> Sequence[Shard]:
         return self._shards.get(block, ())

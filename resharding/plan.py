@@ -7,17 +7,18 @@ who sends what is a function of the two parties alone (`resharding.senders`), an
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from resharding.boxes import Box, at, first_overlap, inside, intersect, subtract_all, volume, whole
+from resharding.boxes import Box, at, first_overlap, inside, intersect, outermost, volume, whole
 from resharding.errors import CoverageError, listed
 from resharding.layout import IDENTITY, Layout, Listed, LocalTensor, Party, Piece, View
-from resharding.senders import senders
+from resharding.senders import Senders, senders
+from resharding.tiling import covered, tiling_fault
 
 Blocks = Sequence[Mapping[str, tuple[int, ...]]]
 
@@ -110,7 +111,7 @@ def make_plan(sources: Party | Sequence[Layout], destinations: Party | Sequence[
     `source_is_everywhere`: every rank can read the source itself (files), so nothing travels. `read_all=False` allows
     destinations that do not need every canonical tensor (one rank of many, a critic without the head).
     Raises CoverageError that names the tensors where an element of a planned destination would be written never or twice, or a
-    canonical tensor would not be read whole.
+    canonical tensor would not be read whole; the plan of one rank looks at what that rank holds and wants.
     """
     blocks: Blocks = [shapes] if isinstance(shapes, Mapping) else shapes
     names = [block.keys() for block in blocks]
@@ -121,6 +122,20 @@ def make_plan(sources: Party | Sequence[Layout], destinations: Party | Sequence[
         planner.add(number, block)
     _refuse(planner.missing, planner.unread if read_all else [])
     return Plan(tuple(planner.copies), tuple(planner.paddings), rank)
+
+
+def copied_regions(source: Party, destination: Party, blocks: Blocks,
+                   host_of: Callable[[int], int]) -> Iterator[tuple[str, int, Senders]]:
+    """(canonical tensor, bytes, who sends it to whom) of every region that the plan of all ranks moves, without its copies.
+
+    Raises CoverageError where a destination is not filled or a canonical tensor is left unread.
+    """
+    planner = _Planner(source, destination, {name for block in blocks for name in block}, False, None, host_of, regions_only=True)
+    for number, block in enumerate(blocks):
+        planner.add(number, block)
+        yield from planner.regions
+        planner.regions.clear()
+    _refuse(planner.missing, planner.unread)
 
 
 def _refuse(missing: list[str], unread: list[str]) -> None:
@@ -134,7 +149,9 @@ class _Planner:
     """Walks the blocks once and collects copies, paddings and what is not covered."""
 
     def __init__(self, source: Party, destination: Party, known: set[str], everywhere: bool, rank: int | None,
-                 host_of: Callable[[int], int]) -> None:
+                 host_of: Callable[[int], int], regions_only: bool = False) -> None:
+        self.regions: list[tuple[str, int, Senders]] = []
+        self.regions_only = regions_only
         self.source, self.destination, self.known = source, destination, known
         self.everywhere, self.rank, self.host_of = everywhere, rank, host_of
         self.copies: list[Copy] = []
@@ -145,28 +162,38 @@ class _Planner:
 
     def add(self, number: int, block: Mapping[str, tuple[int, ...]]) -> None:
         held = self._held(number, block)
+        # another rank's tensor matters to this one only as far as it holds what goes into it
+        given = {name for name, parts in held.items() if any(self.rank in part.where for part in parts)} if self.rank is not None else set(block)
         taken: dict[str, list[Box]] = defaultdict(list)
         for i, shard in enumerate(self.destination.shards(number)):
             mine = self.rank is None or self.rank in shard.ranks
+            if not mine and not given:
+                continue
             new = mine and self._is_new(shard.tensor, shard.ranks)
             for j, piece in enumerate(shard.tensor.pieces):
                 if piece.canonical is None:
                     self.paddings += [Padding(r, shard.tensor.name, piece.place, piece.view) for r in self._own(shard.ranks) if new]
-                elif self._belongs(self.destination, shard.tensor, shard.ranks, piece, block):
+                elif (mine or piece.canonical in given) and self._belongs(self.destination, shard.tensor, shard.ranks, piece, block):
                     taken[piece.canonical].append(piece.region)
                     if volume(piece.region):
                         self._fill(shard.tensor, piece, shard.ranks, held.get(piece.canonical, ()), number << 44 | i << 24 | j)
-        self.unread += [name for name, shape in block.items() if not _covered(tuple(taken.get(name, ())), shape)]
+        self.unread += [name for name, shape in block.items()
+                        if (name in given or name not in held) and not covered(tuple(taken.get(name, ())), shape)]
 
     def _held(self, number: int, block: Mapping[str, tuple[int, ...]]) -> dict[str, list[_Held]]:
-        """Who holds which regions of the block's canonical tensors. Distinct regions of one tensor must be disjoint."""
+        """Who holds which regions of the block's canonical tensors. Distinct regions of one tensor must be disjoint, but a copy
+        of part of another (a tied head beside a whole embedding) is left aside."""
         regions: dict[str, dict[Box, dict[int, tuple[LocalTensor, Piece]]]] = {}
         for shard in self.source.shards(number):
+            if self._own(shard.ranks):
+                self._check_tiling(self.source, shard.tensor, shard.ranks)
             for piece in shard.tensor.pieces:
                 if piece.canonical is not None and self._belongs(self.source, shard.tensor, shard.ranks, piece, block) and volume(piece.region):
                     where = regions.setdefault(piece.canonical, {}).setdefault(piece.region, {})
                     where.update(dict.fromkeys(shard.ranks, (shard.tensor, piece)))
         for canonical, held in regions.items():
+            if len(held) > 1 and first_overlap(tuple(held)):
+                held = regions[canonical] = {region: held[region] for region in outermost(held)}
             if len(held) > 1 and (overlap := first_overlap(tuple(held))):
                 raise CoverageError(f"{canonical}: the sources hold {overlap[0]} and {overlap[1]}, which overlap without being the same")
         return {name: [_Held(region, tuple(where), where) for region, where in held.items()] for name, held in regions.items()}
@@ -185,16 +212,19 @@ class _Planner:
         return ranks if self.rank is None else (self.rank,) if self.rank in ranks else ()
 
     def _is_new(self, tensor: LocalTensor, ranks: Sequence[int]) -> bool:
-        """Check a destination tensor when it is first met. Raises CoverageError where its pieces do not tile it."""
+        """Note a destination tensor and check it when it is first met. Raises CoverageError where its pieces do not tile it."""
         known = [self._seen.setdefault((rank, tensor.name), tensor) for rank in self._own(ranks) if (rank, tensor.name) in self._seen]
         if any(other is not tensor for other in known) or len(set(ranks)) < len(ranks):
             raise CoverageError(f"{self.destination.kind} rank {ranks[0]} lists {tensor.name} more than once")
         if known:
             return False
         self._seen.update(dict.fromkeys(((rank, tensor.name) for rank in self._own(ranks)), tensor))
-        if fault := _tiling_fault(tensor.shape, tuple((piece.place, piece.view) for piece in tensor.pieces)):
-            raise CoverageError(f"{self.destination.kind} tensor {tensor.name} {tensor.shape} on rank {ranks[0]}: {fault}")
+        self._check_tiling(self.destination, tensor, ranks)
         return True
+
+    def _check_tiling(self, party: Party, tensor: LocalTensor, ranks: Sequence[int]) -> None:
+        if fault := tiling_fault(tensor.shape, tuple((piece.place, piece.view) for piece in tensor.pieces)):
+            raise CoverageError(f"{party.kind} tensor {tensor.name} {tensor.shape} on rank {ranks[0]}: {fault}")
 
     def _fill(self, tensor: LocalTensor, piece: Piece, ranks: tuple[int, ...], held: Sequence[_Held], order: int) -> None:
         """Copies of one destination piece, for every rank that has it."""
@@ -204,12 +234,17 @@ class _Planner:
             if common is None:
                 continue
             remaining -= volume(common)
+            if self.regions_only:
+                pairs = senders(ranks, source.ranks, self.host_of, order % 4093)
+                self.regions.append((piece.canonical or "", volume(common) * tensor.dtype.itemsize, pairs))
+                continue
+            target, last, origin = _local(common, piece.region, piece.offset), None, ()
             for src, dst in self._pairs(ranks, source.ranks, order):
                 held_in, source_piece = source.where[source.ranks[0] if self.everywhere else src]
-                self.copies.append(Copy(
-                    src, held_in.name, _local(common, source.region, source_piece.offset), dst, tensor.name,
-                    _local(common, piece.region, piece.offset), piece.canonical or "", tensor.dtype, common, order,
-                    source_piece.view, piece.view))
+                if source_piece is not last:
+                    origin, last = _local(common, source.region, source_piece.offset), source_piece
+                self.copies.append(Copy(src, held_in.name, origin, dst, tensor.name, target, piece.canonical or "", tensor.dtype, common, order,
+                                        source_piece.view, piece.view))
         if remaining:
             self.missing += [f"{piece.canonical} (for {tensor.name} on rank {rank})" for rank in self._own(ranks)]
 
@@ -220,45 +255,6 @@ class _Planner:
         if self.rank is not None and self.rank not in wanting and self.rank not in holding:
             return ()
         return senders(wanting, holding, self.host_of, order % 4093).of(self.rank)
-
-
-@lru_cache(maxsize=4096)  # layers repeat the same few arrangements
-def _tiling_fault(shape: tuple[int, ...], places: tuple[tuple[Box, View], ...]) -> str | None:
-    """What is wrong with pieces at `places` (box in a view) as a tiling of a local tensor; None where nothing is."""
-    if outside := [box for box, view in places if not inside(box, whole(view.shape(shape)))]:
-        return f"the piece at {outside[0]} lies outside it"
-    by_view: dict[View, list[Box]] = defaultdict(list)
-    for box, view in places:
-        by_view[view].append(box)
-    for boxes in by_view.values():
-        if overlap := first_overlap(tuple(boxes)):
-            return f"elements would be written twice, by the pieces at {overlap[0]} and {overlap[1]}"
-    if len(by_view) > 1 and (clash := _clash(list(by_view))):
-        return f"elements would be written twice, through the views {clash[0]} and {clash[1]}"
-    if sum(volume(box) for box, _ in places) != volume(whole(shape)):
-        return "its pieces leave elements unwritten"
-    return None
-
-
-def _clash(views: list[View]) -> tuple[View, View] | None:
-    """Two views of one tensor that share elements: all must select in the same way, differing in index or phase."""
-    first = views[0]
-    for view in views:
-        if (len(view.index), view.transposed, view.step) != (len(first.index), first.transposed, first.step):
-            return first, view
-    starts = {(view.index, view.start % view.step) for view in views}
-    return None if len(starts) == len(views) else (first, views[-1])
-
-
-@lru_cache(maxsize=65536)
-def _covered(regions: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the regions make up the whole tensor."""
-    left = [whole(shape)]
-    if left[0] in regions or not volume(left[0]):
-        return True
-    for region in set(regions):
-        left = subtract_all(left, region)
-    return not left
 
 
 def _local(part: Box, region: Box, offset: tuple[int, ...]) -> Box:

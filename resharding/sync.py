@@ -13,9 +13,11 @@ import torch.distributed as dist
 from resharding.agreement import together
 from resharding.checksum import piece_checksums, verify
 from resharding.errors import CoverageError
-from resharding.layout import Layout, check_tensors
-from resharding.plan import Plan, make_plan
-from resharding.transport import point_to_point
+from resharding.hosts import hosts
+from resharding.layout import Layout, Listed, Party, check_tensors
+from resharding.plan import Blocks, Plan, make_plan
+from resharding.transform import CAST, Transform
+from resharding.transport.point_to_point import execute
 
 
 class WeightsReceiver(Protocol):
@@ -26,6 +28,8 @@ class WeightsReceiver(Protocol):
     def weights(self) -> Mapping[str, torch.Tensor]: ...
 
     def commit(self, version: int, checksums: Mapping[str, int]) -> None: ...
+
+    def verify(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,28 @@ class SyncReport:
 
 
 class WeightSync:
-    """Built once for a pair of parties; holds the plan. `rank` is this rank in the world, `group` holds all ranks of both."""
+    """Built once for a pair of parties; holds this rank's plan. `group` holds all ranks of both parties."""
 
-    def __init__(self, sources: Sequence[Layout], destinations: Sequence[Layout], shapes: Mapping[str, tuple[int, ...]],
-                 rank: int = 0, group: dist.ProcessGroup | None = None, bucket_bytes: int = 64 << 20) -> None:
-        """Raises CoverageError where the layouts do not cover the canonical tensors `shapes`."""
-        self.plan: Plan = make_plan(sources, destinations, shapes)
-        self.sources = tuple(sources)
-        self.rank, self.group, self.bucket_bytes = rank, group, bucket_bytes
-        self._source = next((x for x in sources if x.rank == rank), None)
-        self._destination = next((x for x in destinations if x.rank == rank), None)
-        self._dtypes = _destination_dtypes(destinations)
+    def __init__(self, source: Party | Sequence[Layout], destination: Party | Sequence[Layout],
+                 blocks: Mapping[str, tuple[int, ...]] | Blocks, rank: int = 0, group: dist.ProcessGroup | None = None,
+                 bucket_bytes: int = 64 << 20, transform: Transform = CAST) -> None:
+        """Collective. `blocks`: the canonical tensors, block by block as the parties number them (or in one mapping).
+
+        Raises CoverageError (on every rank) where the layouts do not cover the canonical tensors.
+        """
+        self.rank, self.group, self.bucket_bytes, self.transform = rank, group, bucket_bytes, transform
+        names = [b.keys() for b in ([blocks] if isinstance(blocks, Mapping) else blocks)]
+        source = Listed(source, names) if isinstance(source, Sequence) else source
+        destination = Listed(destination, names) if isinstance(destination, Sequence) else destination
+        host = hosts(group)
+        with together("the weight sync cannot be planned", group) as step:
+            self.plan: Plan = make_plan(source, destination, blocks, rank=rank, host_of=host.__getitem__)
+            step.payload = self.plan.bytes_written
+        self._bytes = sum(step.payloads)
+        self._sources = tuple(source.layout(r) for r in source.ranks)
+        self._source = source.layout(rank) if rank in source.ranks else None
+        self._destination = destination.layout(rank) if rank in destination.ranks else None
+        self._dtypes = _destination_dtypes(destination, len(names))
 
     def run(self, source_tensors: Mapping[str, torch.Tensor], engine: WeightsReceiver | None, version: int) -> SyncReport:
         """Collective over all ranks of both parties: bring the engine to `version` of the source weights.
@@ -67,11 +82,16 @@ class WeightSync:
             with together(what, self.group):
                 if engine is not None:
                     engine.commit(version, checksums)
+            begun = time.perf_counter()
+            with together(what, self.group):
+                if engine is not None:
+                    engine.verify()
         except Exception:
             if engine is not None:  # engines that did commit must refuse like the one that could not
                 engine.begin_update()
             raise
-        return SyncReport(self.plan.bytes_written, time.perf_counter() - started, checksum_seconds, version)
+        ended = time.perf_counter()
+        return SyncReport(self._bytes, ended - started, checksum_seconds + ended - begun, version)
 
     def _prepare(self, source_tensors: Mapping[str, torch.Tensor], engine: WeightsReceiver | None) -> Mapping[str, torch.Tensor]:
         weights: Mapping[str, torch.Tensor] = {}
@@ -88,24 +108,24 @@ class WeightSync:
               weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], float]:
         """Move, and compute the checksums of the source, in which replicas (tied copies, data parallel) must agree."""
         with together(what, self.group) as step:
-            point_to_point.execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes)
+            execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes, self.transform)
             begun = time.perf_counter()
             values = piece_checksums(self._source, source_tensors, self._dtypes) if self._source is not None else []
             seconds = time.perf_counter() - begun
             step.payload = (self.rank, values)
         begun = time.perf_counter()
         gathered = dict(step.payloads)
-        checksums = verify(self.sources, [gathered[layout.rank] for layout in self.sources])  # the same on every rank
+        checksums = verify(self._sources, [gathered[layout.rank] for layout in self._sources])  # the same on every rank
         return checksums, seconds + time.perf_counter() - begun
 
 
-def _destination_dtypes(destinations: Sequence[Layout]) -> dict[str, torch.dtype]:
+def _destination_dtypes(destination: Party, blocks: int) -> dict[str, torch.dtype]:
     """The dtype in which each canonical tensor arrives: the checksum is taken of those values."""
     dtypes: dict[str, torch.dtype] = {}
-    for layout in destinations:
-        for local in layout.tensors:
-            for piece in local.pieces:
-                if piece.canonical is not None and dtypes.setdefault(piece.canonical, local.dtype) != local.dtype:
-                    raise CoverageError(f"{piece.canonical} arrives as {dtypes[piece.canonical]} and, in {local.name} on rank "
-                                        f"{layout.rank}, as {local.dtype}; one checksum needs one dtype")
+    for block in range(blocks):
+        for shard in destination.shards(block):
+            for piece in shard.tensor.pieces:
+                if piece.canonical is not None and dtypes.setdefault(piece.canonical, shard.tensor.dtype) != shard.tensor.dtype:
+                    raise CoverageError(f"{piece.canonical} arrives as {dtypes[piece.canonical]} and, in {shard.tensor.name} on rank "
+                                        f"{shard.ranks[0]}, as {shard.tensor.dtype}; one checksum needs one dtype")
     return dtypes

@@ -5,6 +5,7 @@ The life of an engine between two updates of the policy:
     engine.begin_update()                       # refuses from here on; every cached key, value and prefix is dropped
     move(plan, ..., engine.weights())           # whoever owns the plan writes into the engine's own tensors
     engine.commit(version, checksums)           # the engine may generate again, once its weights match the checksums
+    engine.verify()                             # they do, on every rank of the engine
     completions = engine.generate(requests)
 
 On tensor-parallel ranks every rank makes the same calls in the same order and receives the same completions.

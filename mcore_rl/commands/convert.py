@@ -12,7 +12,7 @@ from checkpoint.mcore import load_model, model_config_of, save_model
 from launch.local import run_local
 from mcore_rl.cli import command
 from mcore_rl.models import parse_model
-from mcore_rl.run import World, joined, load_weights, names
+from mcore_rl.run import World, joined, load_weights
 from parallel.config import ParallelConfig
 from parallel.environment import read_environment
 from parallel.errors import UserError
@@ -73,5 +73,5 @@ def _convert(source: tuple[str, Path], destination: tuple[str, Path], model: Mod
     if destination[0] == "mcore":
         save_model(destination[1], training, companions, overwrite)
         return
-    layouts = [mcore_layout(model, parallel, r, world.size, training.dtype, names(training)) for r in range(world.size)]
+    layouts = [mcore_layout(model, parallel, r, world.size, training.dtype, training.names) for r in range(world.size)]
     export_hf(destination[1], layouts, training.tensors, model, training.dtype, companions, world.rank, overwrite=overwrite)

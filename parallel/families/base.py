@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parallel.errors import UserError
@@ -57,6 +57,7 @@ class Family:
 
     `read` turns config.json into ModelConfig fields that are particular to the family. `fused_experts`: how HF files of the
     family hold experts: "split" (one tensor each), or "transposed" ([experts, in, out], gate and up columns interleaved).
+    `defaults` are values of keys that config.json may lack, where transformers' configuration class has other ones than ours.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]]
     parameters: Callable[[ModelConfig], tuple[Parameter, ...]]
     fused_experts: Literal["split", "transposed"] = "split"
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 HF, MC = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -187,9 +189,23 @@ def dense_decoder(c: ModelConfig) -> tuple[Parameter, ...]:
     return decoder(c, grouped_query_attention(c), dense_mlp(c))
 
 
+def window(hf: dict[str, Any], layers: Iterable[int] | None = None) -> dict[str, Any]:
+    """A sliding window in the given layers (None: in all), where config.json gives one."""
+    if not hf.get("sliding_window"):
+        return {}
+    return {"sliding_window": int(hf["sliding_window"]), "windowed_layers": tuple(range(int(hf["num_hidden_layers"])) if layers is None else layers)}
+
+
+def layers_of_type(hf: dict[str, Any], default: Callable[[int], bool]) -> list[int]:
+    """Layers with a window: those that `layer_types` names where config.json has it, else those of `default`."""
+    kinds = hf.get("layer_types")
+    return [i for i in range(int(hf["num_hidden_layers"])) if (kinds[i] == "sliding_attention" if kinds else default(i))]
+
+
 def qwen_window(hf: dict[str, Any]) -> dict[str, Any]:
-    """Qwen configs carry a window size that only counts where `use_sliding_window` is true."""
-    return {} if hf.get("use_sliding_window") else {"sliding_window": None, "windowed_layers": ()}
+    """Qwen configs carry a window size that only counts where `use_sliding_window` is true, and from layer `max_window_layers` on."""
+    first = int(hf.get("max_window_layers", 28))
+    return window(hf, layers_of_type(hf, lambda i: i >= first)) if hf.get("use_sliding_window") else {}
 
 
 def qwen_moe_layers(hf: dict[str, Any]) -> tuple[int, ...]:
@@ -211,6 +227,8 @@ def latent_sizes(hf: dict[str, Any]) -> dict[str, Any]:
     mla = MLA(int(rank) if rank else None, int(hf["kv_lora_rank"]), int(hf["qk_nope_head_dim"]), int(hf["qk_rope_head_dim"]),
               int(hf["v_head_dim"]))
     refuse_attention_bias(hf)
+    if not hf.get("rope_interleave", True):
+        raise UserError(f"model config.json ({hf['model_type']}): rope_interleave false is not supported; rotated pairs lie side by side")
     return {"mla": mla, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim, "num_kv_heads": int(hf["num_attention_heads"])}
 
 

@@ -13,6 +13,8 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     method = hf.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UserError(f"model config.json (deepseek_v2): topk_method {method!r} is not supported; supported: greedy, group_limited_greedy")
+    if hf.get("scoring_func", "softmax") != "softmax":
+        raise UserError(f"model config.json (deepseek_v2): scoring_func {hf['scoring_func']!r} is not supported; it must be 'softmax'")
     grouped = method == "group_limited_greedy"
     moe = MoE(int(hf["n_routed_experts"]), int(hf["num_experts_per_tok"]), int(hf["moe_intermediate_size"]), deepseek_layers(hf),
               normalize=False,  # transformers' deepseek_v2 does not read norm_topk_prob

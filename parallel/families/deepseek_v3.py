@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.errors import UserError
 from parallel.families.base import Family, Parameter, decoder, deepseek_layers, dense_mlp, experts, latent_attention, latent_sizes
 from parallel.model_config import ModelConfig, MoE
 
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if hf.get(key, only) != only:
+            raise UserError(f"model config.json (deepseek_v3): {key} {hf[key]!r} is not supported; it must be {only!r}")
     moe = MoE(int(hf["n_routed_experts"]), int(hf["num_experts_per_tok"]), int(hf["moe_intermediate_size"]), deepseek_layers(hf),
               score="sigmoid", normalize=bool(hf.get("norm_topk_prob", True)), scaling=float(hf.get("routed_scaling_factor", 2.5)),
               groups=int(hf.get("n_group", 8)), top_groups=int(hf.get("topk_group", 4)), correction_bias=True,

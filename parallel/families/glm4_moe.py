@@ -22,4 +22,4 @@ def parameters(c: ModelConfig) -> tuple[Parameter, ...]:
     return decoder(c, grouped_query_attention(c), dense_mlp(c), experts(c))
 
 
-FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", read, parameters)
+FAMILY = Family("glm4_moe", "Glm4MoeForCausalLM", read, parameters, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8})

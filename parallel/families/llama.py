@@ -11,7 +11,7 @@ from parallel.families.base import Family, dense_decoder
 def read(hf: dict[str, Any]) -> dict[str, Any]:
     if hf.get("attention_bias"):
         raise UserError("model config.json (llama): attention_bias true is not supported (it puts a bias on o_proj too)")
-    return {"sliding_window": None, "windowed_layers": ()}  # transformers' llama has no window
+    return {}
 
 
 FAMILY = Family("llama", "LlamaForCausalLM", read, dense_decoder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import torch
@@ -13,7 +13,7 @@ from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.families.base import Parameter
 from parallel.model_config import ModelConfig
-from resharding.layout import Layout, LocalTensor, Shard, block_parameters, blocks_of, stored_dtype
+from resharding.layout import Layout, LocalTensor, Shard, block_parameters, blocks_of, shards_by_rank, stored_dtype
 from resharding.layouts.cut import Ingredients, cut, ingredients_of, query_groups, share, stacked, vocabulary, window
 
 Names = Literal["local", "te"]
@@ -42,7 +42,11 @@ class McoreParty:
         return self._shards(block)
 
     def layout(self, rank: int) -> Layout:
-        return Layout("mcore", rank, tuple(s.tensor for b in range(len(self._blocks)) for s in self.shards(b) if rank in s.ranks))
+        return Layout("mcore", rank, tuple(shard.tensor for shard in self._by_rank[rank]))
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Shard]]:
+        return shards_by_rank(self, len(self._blocks))
 
     def _make(self, block: int) -> tuple[Shard, ...]:
         stage, layer = self._blocks[block]
@@ -58,25 +62,24 @@ class McoreParty:
 
     def _tensors(self, p: Parameter, name: str | None, pp: int, chunk: int, local: int, layer: int) -> list[Shard]:
         name = self._prefix(chunk) + (name or self._template(p).format(layer=local))
-        ingredients = ingredients_of(p, layer)
         if self._kind(p) == "replicated":
-            tensor = _tensor(name, "replicated", ingredients, self.model, 1, 0, stored_dtype(p, self.dtype))
-            return [Shard(tuple(r for t in range(self.parallel.tp) for r in self._dense[pp, t]), tensor)]
-        return [Shard(tuple(self._dense[pp, t]),
-                      _tensor(name, self._kind(p), ingredients, self.model, self.parallel.tp, t, stored_dtype(p, self.dtype)))
-                for t in range(self.parallel.tp)]
+            return [Shard(tuple(r for t in range(self.parallel.tp) for r in self._dense[pp, t]), partial(self._tensor, name, p, layer, 0, 1, 0))]
+        return [Shard(tuple(self._dense[pp, t]), partial(self._tensor, name, p, layer, 0, self.parallel.tp, t)) for t in range(self.parallel.tp)]
 
     def _experts(self, p: Parameter, pp: int, chunk: int, local: int, layer: int) -> list[Shard]:
         assert self.model.moe is not None
-        ep, etp, out = self.parallel.ep, self.parallel.expert_tp, []
-        per_rank = self.model.moe.num_experts // ep
+        etp, whole, out = self.parallel.expert_tp, p.kind == "replicated", []
+        per_rank = self.model.moe.num_experts // self.parallel.ep
         for expert in range(self.model.moe.num_experts):
             name = self._prefix(chunk) + self._template(p).format(layer=local, expert=expert % per_rank)
-            ingredients, dtype = ingredients_of(p, layer, expert), stored_dtype(p, self.dtype)
-            for t in range(1 if p.kind == "replicated" else etp):
-                ranks = [r for u in (range(etp) if p.kind == "replicated" else (t,)) for r in self._expert[pp, expert // per_rank, u]]
-                out.append(Shard(tuple(ranks), cut(name, self._kind(p), ingredients, etp, t, dtype)))
+            holders = [self._expert[pp, expert // per_rank, t] for t in range(etp)]
+            for t, ranks in enumerate([[r for held in holders for r in held]] if whole else holders):
+                out.append(Shard(tuple(ranks), partial(self._tensor, name, p, layer, expert, 1 if whole else etp, t)))
         return out
+
+    def _tensor(self, name: str, p: Parameter, layer: int, expert: int, tp: int, tp_rank: int) -> LocalTensor:
+        ingredients = ingredients_of(p, layer, expert)
+        return _tensor(name, self._kind(p), ingredients, self.model, tp, tp_rank, stored_dtype(p, self.dtype))
 
     def _kind(self, p: Parameter) -> str:
         return p.te_kind if self.names == "te" and p.te_kind else p.kind

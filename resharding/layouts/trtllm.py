@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 
 from parallel.errors import UserError
 from parallel.families.base import Parameter
 from parallel.model_config import ModelConfig
-from resharding.layout import Layout, LocalTensor, Piece, Shard, View, block_parameters, blocks_of, stored_dtype
+from resharding.layout import Layout, LocalTensor, Piece, Shard, View, block_parameters, blocks_of, shards_by_rank, stored_dtype
 from resharding.layouts.cut import Ingredients, Run, cut, ingredients_of, share, stacked, vocabulary
 
 
@@ -30,7 +30,11 @@ class TrtllmParty:
         return self._shards(block)
 
     def layout(self, rank: int) -> Layout:
-        return Layout("trtllm", rank, tuple(s.tensor for b in range(len(self._blocks)) for s in self.shards(b) if rank in s.ranks))
+        return Layout("trtllm", rank, tuple(shard.tensor for shard in self._by_rank[rank]))
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Shard]]:
+        return shards_by_rank(self, len(self._blocks))
 
     def _make(self, block: int) -> tuple[Shard, ...]:
         stage, layer = self._blocks[block]
@@ -41,16 +45,21 @@ class TrtllmParty:
             names["lm_head.weight"] = list(block_parameters(self.model, stage, layer))
         out: list[Shard] = []
         for name, parameters in names.items():
-            tensors: dict[LocalTensor, list[int]] = {}
-            for t in range(self.tp):  # equal tensors of several ranks are one shard
-                tensors.setdefault(self._tensor(name, parameters, layer, t), []).extend(replica[t] for replica in self.replicas)
-            out += [Shard(tuple(ranks), tensor) for tensor, ranks in tensors.items()]
+            by_rank = [tuple(replica[t] for replica in self.replicas) for t in range(self.tp)]
+            if self._is_whole(parameters):
+                by_rank = [tuple(rank for replica in self.replicas for rank in replica)]
+            out += [Shard(ranks, partial(self._tensor, name, parameters, layer, t)) for t, ranks in enumerate(by_rank)]
         return tuple(out)
+
+    def _is_whole(self, parameters: list[Parameter]) -> bool:
+        """Whether every rank holds the same: one shard then, whose replicas share the sending."""
+        p = parameters[0]
+        return not p.expert and (len(parameters) > 1 or (p.te_kind or p.kind) == "replicated")
 
     def _tensor(self, name: str, parameters: list[Parameter], layer: int, tp_rank: int) -> LocalTensor:
         dtype = stored_dtype(parameters[0], self.dtype)
         if parameters[0].expert:
-            return self._experts(name, parameters[0], layer, tp_rank, dtype)
+            return rank_experts(name, parameters[0], self.model, layer, self.tp // self.moe_ep, self.moe_ep, tp_rank, dtype)
         if len(parameters) == 1:
             return self._dense(name, parameters[0], layer, tp_rank, dtype)
         runs: list[Run] = [(n, 0, s[0]) for p in parameters for n, s in ingredients_of(p, layer)]
@@ -59,38 +68,11 @@ class TrtllmParty:
     def _dense(self, name: str, p: Parameter, layer: int, tp_rank: int, dtype: torch.dtype) -> LocalTensor:
         ingredients = ingredients_of(p, layer)
         if p.kind == "qkv":
-            return self._qkv(name, ingredients, tp_rank, dtype)
+            return rank_qkv(name, ingredients, self.model, self.tp, tp_rank, dtype)
         if p.kind == "vocabulary":
             return vocabulary(name, ingredients, -(-self.model.vocab_size // self.tp), tp_rank, dtype)
         kind = p.te_kind or p.kind  # the engine's latent down-projections are whole, as Transformer Engine's are
         return cut(name, kind, ingredients, self.tp, tp_rank, dtype)
-
-    def _qkv(self, name: str, ingredients: Ingredients, tp_rank: int, dtype: torch.dtype) -> LocalTensor:
-        model, tp = self.model, self.tp
-        q = share(model.num_heads, tp, "num_attention_heads") * model.head_dim
-        if tp <= model.num_kv_heads:
-            first, heads = tp_rank * share(model.num_kv_heads, tp, "num_key_value_heads"), model.num_kv_heads // tp
-        else:
-            if tp % model.num_kv_heads:
-                raise UserError(f"engine tp={tp} is not a multiple of num_key_value_heads {model.num_kv_heads}; "
-                                "choose a multiple or a divisor of it")
-            first, heads = tp_rank * model.num_kv_heads // tp, 1
-        kv = (first * model.head_dim, (first + heads) * model.head_dim)
-        (q_name, q_shape), (k_name, _), (v_name, _) = ingredients
-        return stacked(name, [(q_name, tp_rank * q, (tp_rank + 1) * q), (k_name, *kv), (v_name, *kv)], q_shape[1:], dtype)
-
-    def _experts(self, name: str, p: Parameter, layer: int, tp_rank: int, dtype: torch.dtype) -> LocalTensor:
-        """The experts of moe_ep rank `tp_rank % moe_ep`, each cut for moe_tp rank `tp_rank // moe_ep`, stacked: up above gate."""
-        assert self.model.moe is not None
-        local = self.model.moe.num_experts // self.moe_ep
-        pieces: list[Piece] = []
-        inner: tuple[int, ...] = ()
-        for i in range(local):
-            ingredients = ingredients_of(p, layer, tp_rank % self.moe_ep * local + i)
-            one = cut(name, p.kind, ingredients, self.tp // self.moe_ep, tp_rank // self.moe_ep, dtype, up_first=True)
-            pieces += [Piece(x.canonical, x.region, x.offset, View((i,))) for x in one.pieces]
-            inner = one.shape
-        return LocalTensor(name, (local, *inner), dtype, tuple(pieces))
 
 
 @lru_cache(maxsize=64)
@@ -119,3 +101,32 @@ def trtllm_layout(model: ModelConfig, tp: int, tp_rank: int, rank: int, dtype: t
     held = trtllm_party(model, (tuple(range(tp)),), dtype, moe_ep, tied_head).layout(tp_rank)
     return Layout("trtllm", rank, held.tensors)
 
+
+def rank_qkv(name: str, ingredients: Ingredients, model: ModelConfig, tp: int, tp_rank: int, dtype: torch.dtype) -> LocalTensor:
+    """[q; k; v] of one rank; a key/value head is repeated where tp exceeds the heads. Raises UserError where heads do not divide."""
+    q = share(model.num_heads, tp, "num_attention_heads") * model.head_dim
+    if tp <= model.num_kv_heads:
+        first, heads = tp_rank * share(model.num_kv_heads, tp, "num_key_value_heads"), model.num_kv_heads // tp
+    else:
+        if tp % model.num_kv_heads:
+            raise UserError(f"engine tp={tp} is not a multiple of num_key_value_heads {model.num_kv_heads}; "
+                            "choose a multiple or a divisor of it")
+        first, heads = tp_rank * model.num_kv_heads // tp, 1
+    kv = (first * model.head_dim, (first + heads) * model.head_dim)
+    (q_name, q_shape), (k_name, _), (v_name, _) = ingredients
+    return stacked(name, [(q_name, tp_rank * q, (tp_rank + 1) * q), (k_name, *kv), (v_name, *kv)], q_shape[1:], dtype)
+
+
+def rank_experts(name: str, p: Parameter, model: ModelConfig, layer: int, moe_tp: int, moe_ep: int, tp_rank: int,
+                 dtype: torch.dtype) -> LocalTensor:
+    """The experts of moe_ep rank `tp_rank % moe_ep`, each cut for moe_tp rank `tp_rank // moe_ep`, stacked: up above gate."""
+    assert model.moe is not None
+    local = model.moe.num_experts // moe_ep
+    pieces: list[Piece] = []
+    inner: tuple[int, ...] = ()
+    for i in range(local):
+        ingredients = ingredients_of(p, layer, tp_rank % moe_ep * local + i)
+        one = cut(name, p.kind, ingredients, moe_tp, tp_rank // moe_ep, dtype, up_first=True)
+        pieces += [Piece(x.canonical, x.region, x.offset, View((i,))) for x in one.pieces]
+        inner = one.shape
+    return LocalTensor(name, (local, *inner), dtype, tuple(pieces))

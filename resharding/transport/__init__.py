@@ -1,1 +1,6 @@
-"""What executes a plan's copies, one file per way: within a rank, and point to point between ranks."""
+"""What executes a plan's copies, one file per way, and the choice between them."""
+
+from resharding.transport.choose import TRANSPORTS, execute
+from resharding.transport.in_place import MoveReport
+
+__all__ = ["MoveReport", "TRANSPORTS", "execute"]

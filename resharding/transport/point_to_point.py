@@ -1,153 +1,180 @@
-"""Copies between ranks with isend/irecv over torch.distributed (gloo or NCCL), in rounds of bounded size.
+"""Copies between ranks with isend/irecv over torch.distributed (gloo or NCCL), double-buffered in two buckets.
 
-All ranks derive the same rounds from the plan. In a round there is at most one message from one rank to another; a rank
-posts all its sends and receives of the round before it waits for any. So a rank in round k waits only for ranks that are
-in a round before k or in k itself, and the ranks in the earliest round can always finish it: no deadlock.
+Each rank goes through its messages in rising order of their keys with at most two of them open, so that one is on the wire while the
+next is packed or the last unpacked. `messages_of` says why that cannot deadlock.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from resharding.boxes import Box, shape_of, slices, volume
+from resharding.boxes import slices
 from resharding.plan import Copy, Plan
+from resharding.transform import CAST, Transform
+from resharding.transport.buckets import Buckets, buckets_of
 from resharding.transport.in_place import MoveReport, copy_own
-
-ALIGNMENT = 16  # bytes between copies in a message, so that each can be viewed in its own dtype
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What one rank exchanges in one round: copies by peer, in the order both sides pack them."""
-
-    outgoing: dict[int, list[Copy]]
-    incoming: dict[int, list[Copy]]
+from resharding.transport.messages import ALONE, BUCKET, Message, Pairs, messages_of
 
 
-def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int,
-            group: dist.ProcessGroup | None = None, bucket_bytes: int = 64 << 20) -> MoveReport:
-    """Run the plan on `rank`; every rank that the plan names must call this.
+def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int = 0,
+            group: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET, transform: Transform = CAST,
+            pairs: Pairs | None = None) -> MoveReport:
+    """Run the plan on `rank`; every rank that it exchanges with must call this. `pairs`: only these (source, destination) ranks.
 
-    A rank sends and receives at most about `bucket_bytes` a round. Values are cast to the destination dtype before they
-    are sent. Where this rank cannot read or write one of its tensors it still keeps the protocol, so that its peers do
-    not wait for ever, and raises the first error at the end: agree on success afterwards (`resharding.agreement`).
+    A rank has at most two messages of at most `bucket_bytes` open. Values are cast to the destination dtype before they are sent.
+    Where this rank cannot read or write one of its tensors, or loses a peer, it still keeps the protocol with the others, so that they
+    do not wait for ever, and raises the first error at the end: agree on success afterwards (`resharding.agreement`).
     """
     started = time.perf_counter()
     failures: list[Exception] = []
-    moved = 0
-    try:
-        moved = copy_own(plan, source, destination, rank).bytes
-    except Exception as error:
-        failures.append(error)
-    device = _message_device(group) if plan.bytes_moved else torch.device("cpu")
-    for exchange in _rounds(plan, rank, bucket_bytes):
-        moved += _exchange(exchange, source, destination, device, group, failures)
+    own = 0
+    if pairs is None or (rank, rank) in pairs:
+        try:
+            own = copy_own(plan, source, destination, rank, transform).bytes
+        except Exception as error:
+            failures.append(error)
+    messages = _messages(plan, rank, bucket_bytes, pairs)
+    moved = _run(plan, messages, source, destination, rank, group, transform, failures) if messages else 0
     if failures:
         raise failures[0]
-    return MoveReport(moved, time.perf_counter() - started)
+    return MoveReport(own + moved, time.perf_counter() - started, {"in_place": own, "point_to_point": moved})
 
 
-def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+def _messages(plan: Plan, rank: int, bucket_bytes: int, pairs: Pairs | None) -> list[Message]:
+    key = ("point_to_point", rank, bucket_bytes, pairs if pairs is None else frozenset(pairs))
+    if key not in plan._cache:
+        plan._cache[key] = messages_of([c for c in plan.copies if pairs is None or (c.src_rank, c.dst_rank) in pairs], rank, bucket_bytes)
+    found = plan._cache[key]
+    assert isinstance(found, list)
+    return found
+
+
+def message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where messages must live: NCCL sends from its GPU, gloo from host memory, wherever the tensors are."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
 
+@dataclass
+class _Open:
+    """A message under way: its bytes, which are a bucket's or (None) the tensor's own."""
+
+    message: Message
+    work: dist.Work | None
+    bucket: int | None
+    data: torch.Tensor
+
+
+@dataclass
+class _Line:
+    """This rank's side of the exchange."""
+
+    source: Mapping[str, torch.Tensor]
+    destination: Mapping[str, torch.Tensor]
+    rank: int
+    group: dist.ProcessGroup | None
+    transform: Transform
+    buckets: Buckets
+    failures: list[Exception]
+    lost: set[int] = field(default_factory=set)  # peers whose connection broke
+
+
 @torch.no_grad()
-def _exchange(exchange: _Round, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], device: torch.device,
-              group: dist.ProcessGroup | None, failures: list[Exception]) -> int:
-    buffers, operations = {}, []
-    for peer, copies in exchange.incoming.items():
-        buffers[peer] = torch.empty(_message_bytes(copies), dtype=torch.uint8, device=device)
-        operations.append(dist.P2POp(dist.irecv, buffers[peer], peer, group))
-    for peer, copies in exchange.outgoing.items():
-        message = torch.zeros(_message_bytes(copies), dtype=torch.uint8, device=device)
-        try:
-            for copy, view in _views(copies, message):
-                view.copy_(copy.src_view.of(source[copy.src_tensor])[slices(copy.src_box)])
-        except Exception as error:
-            failures.append(error)
-        operations.append(dist.P2POp(dist.isend, message, peer, group))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    moved = 0
-    for peer, copies in exchange.incoming.items():
-        try:
-            for copy, view in _views(copies, buffers[peer]):
-                copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)].copy_(view)
-                moved += copy.nbytes
-        except Exception as error:
-            failures.append(error)
+def _run(plan: Plan, messages: list[Message], source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int,
+         group: dist.ProcessGroup | None, transform: Transform, failures: list[Exception]) -> int:
+    buckets = buckets_of(plan, message_device(group))
+    buckets.reserve(max(m.nbytes for m in messages))
+    line = _Line(source, destination, rank, group, transform, buckets, failures)
+    opened: deque[_Open] = deque()
+    free, moved = [0, 1], 0
+    for message in messages:
+        if len(opened) == 2:
+            moved += _close(line, opened.popleft(), free)
+        opened.append(_start(line, message, free))
+    while opened:
+        moved += _close(line, opened.popleft(), free)
     return moved
 
 
-def _aligned(copy: Copy) -> int:
-    return -(-copy.nbytes // ALIGNMENT) * ALIGNMENT
+def _start(line: _Line, message: Message, free: list[int]) -> _Open:
+    outgoing = message.src == line.rank
+    data, bucket = _outgoing(line, message, free) if outgoing else _incoming(line, message, free)
+    peer, begin = (message.dst, dist.isend) if outgoing else (message.src, dist.irecv)
+    work = None
+    if peer not in line.lost:
+        try:
+            work = begin(data, peer, group=line.group)
+        except Exception as error:
+            _lose(line, peer, error)
+    return _Open(message, work, bucket, data)
 
 
-def _message_bytes(copies: list[Copy]) -> int:
-    return sum(map(_aligned, copies))
+def _outgoing(line: _Line, message: Message, free: list[int]) -> tuple[torch.Tensor, int | None]:
+    """The bytes to send: a large contiguous part of a tensor as it is, anything else packed."""
+    try:
+        if len(message.copies) == 1 and message.nbytes >= ALONE:
+            copy = message.copies[0]
+            part = line.transform.read(copy, line.source)
+            if part.dtype == copy.dtype and part.is_contiguous() and part.device == line.buckets.device:
+                return _bytes(part), None
+    except Exception as error:
+        line.failures.append(error)
+    data = line.buckets.part(free[0], message.nbytes)
+    try:
+        for copy, view in message.views(data):
+            view.copy_(line.transform.read(copy, line.source))
+    except Exception as error:
+        line.failures.append(error)
+    return data, free.pop(0)
 
 
-def _views(copies: list[Copy], message: torch.Tensor) -> list[tuple[Copy, torch.Tensor]]:
-    """Each copy with its part of the message, in its dtype and shape."""
-    out, position = [], 0
-    for copy in copies:
-        part = message[position:position + copy.nbytes].view(copy.dtype)
-        out.append((copy, part.view(shape_of(copy.dst_box))))
-        position += _aligned(copy)
-    return out
+def _incoming(line: _Line, message: Message, free: list[int]) -> tuple[torch.Tensor, int | None]:
+    """Where to receive: in place where the copy is large and contiguous there."""
+    if len(message.copies) == 1 and message.nbytes >= ALONE:
+        try:
+            target = _target(line, message.copies[0])
+            if target.dtype == message.copies[0].dtype and target.is_contiguous() and target.device == line.buckets.device:
+                return _bytes(target), None
+        except Exception:  # found again, and kept, when the message is unpacked
+            pass
+    return line.buckets.part(free[0], message.nbytes), free.pop(0)
 
 
-@lru_cache(maxsize=16)
-def _rounds(plan: Plan, rank: int, bucket_bytes: int) -> list[_Round]:
-    """The rounds in which `rank` takes part. A round ends when a copy would fill some rank's bucket past its size."""
-    rounds: list[_Round] = []
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    outgoing: dict[int, list[Copy]] = defaultdict(list)
-    incoming: dict[int, list[Copy]] = defaultdict(list)
-
-    def close() -> None:
-        if outgoing or incoming:
-            rounds.append(_Round(dict(outgoing), dict(incoming)))
-        for state in (sent, received, outgoing, incoming):
-            state.clear()
-
-    for whole_copy in plan.copies:
-        if whole_copy.src_rank == whole_copy.dst_rank:
-            continue
-        for copy in _split(whole_copy, bucket_bytes):
-            size = _aligned(copy)
-            if max(sent[copy.src_rank], received[copy.dst_rank]) + size > bucket_bytes and (sent or received):
-                close()
-            sent[copy.src_rank] += size
-            received[copy.dst_rank] += size
-            if copy.src_rank == rank:
-                outgoing[copy.dst_rank].append(copy)
-            if copy.dst_rank == rank:
-                incoming[copy.src_rank].append(copy)
-    close()
-    return rounds
+def _close(line: _Line, one: _Open, free: list[int]) -> int:
+    """Wait for the oldest message and unpack it. Returns the bytes that were written."""
+    message, arrived, moved = one.message, one.work is not None, 0
+    try:
+        if one.work is not None:
+            one.work.wait()
+    except Exception as error:
+        arrived = False
+        _lose(line, message.dst if message.src == line.rank else message.src, error)
+    if message.dst == line.rank and arrived:
+        try:
+            for copy, view in message.views(one.data) if one.bucket is not None else ():
+                _target(line, copy).copy_(view)
+            moved = sum(copy.nbytes for copy in message.copies)
+        except Exception as error:
+            line.failures.append(error)
+    if one.bucket is not None:
+        free.append(one.bucket)
+    return moved
 
 
-def _split(copy: Copy, limit: int) -> list[Copy]:
-    """The copy in slabs of rows of at most `limit` bytes each (one row at least)."""
-    if copy.nbytes <= limit or not copy.dst_box:
-        return [copy]
-    (low, high), (src_low, _) = copy.dst_box[0], copy.src_box[0]
-    row = volume(copy.dst_box[1:]) * copy.dtype.itemsize
-    step = max(1, limit // row)
+def _target(line: _Line, copy: Copy) -> torch.Tensor:
+    return copy.dst_view.of(line.destination[copy.dst_tensor])[slices(copy.dst_box)]
 
-    def rows(box: Box, start: int, count: int) -> Box:
-        return ((start, start + count), *box[1:])
 
-    return [copy._replace(src_box=rows(copy.src_box, src_low + i, min(step, high - low - i)),
-                          dst_box=rows(copy.dst_box, low + i, min(step, high - low - i)),
-                          region=rows(copy.region, copy.region[0][0] + i, min(step, high - low - i))) for i in range(0, high - low, step)]
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    return part.reshape(-1).view(torch.uint8)
+
+
+def _lose(line: _Line, peer: int, error: Exception) -> None:
+    if peer not in line.lost:
+        line.lost.add(peer)
+        line.failures.append(RuntimeError(f"rank {peer} is lost: {error}"))

@@ -282,7 +282,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_directory(tmp_path: Path, mo
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("checkpoint.hf.save_file", broken)
+    monkeypatch.setattr("checkpoint.hf_writer._write_at", broken)
     with pytest.raises(OSError, match="no space left"):
         write_hf(tmp_path / "out", {n: t + 1 for n, t in full.items()}, model, overwrite=True)
     assert_same(files_of(tmp_path / "out"), full)

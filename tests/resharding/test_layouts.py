@@ -1,4 +1,4 @@
-"""Every layout holds exactly the bytes that a direct construction from full tensors gives, for all parallel sizes."""
+"""What the layouts must hold, in numbers one can read; every family and size against plain slicing is in test_families.py."""
 
 from __future__ import annotations
 
@@ -10,49 +10,10 @@ from hypothesis import strategies as st
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
 from resharding.layout import canonical_shapes, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, trtllm_layout
 from resharding.plan import make_plan
-from tests.resharding.direct import assert_same, canonical_tensors, mcore_shard, simulate, tiny, trtllm_shard
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig, int, int]:
-    tp, engine_tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    pp, vpp = draw(st.sampled_from([(1, None), (2, None), (4, None), (2, 2)]))
-    model = tiny(draw(st.sampled_from(["llama", "qwen2"])), tied=draw(st.booleans()), num_kv_heads=draw(st.sampled_from([1, 2, 4])),
-                 vocab_size=draw(st.integers(1, 20)), make_vocab_size_divisible_by=draw(st.sampled_from([1, 2, 8])), head_dim=4)
-    return model, ParallelConfig(tp=tp, pp=pp, vpp=vpp), draw(st.sampled_from([1, 2])), engine_tp
-
-
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_hf_to_megatron_to_engine_and_back_equals_direct_construction(case: tuple[ModelConfig, ParallelConfig, int, int]) -> None:
-    model, parallel, dp, engine_tp = case
-    world = parallel.tp * parallel.pp * dp
-    full, shapes = canonical_tensors(model), canonical_shapes(model)
-    assert shapes == {name: tuple(t.shape) for name, t in full.items()}
-    hf = hf_layout(model, torch.float32)
-    trainer = [mcore_layout(model, parallel, rank, world, torch.float32) for rank in range(world)]
-    engine = [trtllm_layout(model, engine_tp, rank, rank, torch.float32) for rank in range(engine_tp)]
-    held = {x.rank: empty_tensors(x) for x in trainer}
-    simulate(make_plan([hf], trainer, shapes), {0: full}, held)
-    for rank in range(world):
-        assert_same(held[rank], mcore_shard(full, model, parallel, rank, world))
-
-    engine_held = {x.rank: empty_tensors(x) for x in engine}
-    simulate(make_plan(trainer, engine, shapes), held, engine_held)
-    for rank in range(engine_tp):
-        assert_same(engine_held[rank], trtllm_shard(full, model, engine_tp, rank))
-
-    back = empty_tensors(hf)
-    simulate(make_plan(trainer, [hf], shapes), held, {0: back})
-    assert_same(back, full)
-
-    expected = verify([hf], [piece_checksums(hf, full)])  # one checksum for all layouts
-    assert verify(trainer, [piece_checksums(x, held[x.rank]) for x in trainer], expected) == expected
-    assert verify(engine, [piece_checksums(x, engine_held[x.rank]) for x in engine], expected) == expected
+from tests.resharding.direct import canonical_tensors, simulate, tiny
 
 
 def moved(layouts: list, full: dict[str, torch.Tensor], model: ModelConfig) -> list[dict[str, torch.Tensor]]:
@@ -166,3 +127,67 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers() -> None:
         trtllm_layout(tiny(), 3, 0, 0, torch.float32)
     with pytest.raises(UserError, match="tp=4 is not a multiple of num_key_value_heads 3"):
         trtllm_layout(tiny(num_heads=12, num_kv_heads=3), 4, 0, 0, torch.float32)
+
+
+words = st.text("ttttE|L,m", min_size=1, max_size=4)
+repeats = st.builds("{}*{}".format, st.one_of(st.sampled_from("tE|L"), words.map("({})".format)), st.integers(0, 3))
+layout_strings = st.lists(st.one_of(words, repeats), max_size=5).map("".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layout_strings, st.sampled_from([(2, None), (3, None), (2, 2)]))
+def test_a_stage_layout_is_read_as_megatron_reads_it(middle: str, sizes: tuple[int, int | None]) -> None:
+    """Where we accept a string Megatron does, with the same layers on every stage; where Megatron refuses one so do we."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    pp, vpp = sizes
+    text = f"E{middle}L"
+    try:
+        theirs = PipelineParallelLayerLayout(text, pp)
+        theirs.validate_layer_layout(theirs.flatten_layout.count(LayerType.decoder), 0)
+        stages = len(theirs.layout[0]) * pp
+        counts = [theirs.layout[i % pp][i // pp].count(LayerType.decoder) for i in range(stages)] if stages == pp * (vpp or 1) else None
+    except AssertionError:
+        counts = None
+    if counts is None or not sum(counts):
+        with pytest.raises(UserError, match="pipeline_layout"):
+            ParallelConfig(pp=pp, vpp=vpp, pipeline_layout=text).layer_counts(tiny())
+    else:
+        assert ParallelConfig(pp=pp, vpp=vpp, pipeline_layout=text).layer_counts(tiny(num_layers=sum(counts))) == counts
+
+
+@pytest.mark.parametrize("refused", ["E tt|ttL", "E(tt)|ttL", "E((t)*2|)*1ttL", "tt|ttL", "Ett|tt", "EEtt|ttL", "Ettm|tL"])
+def test_a_stage_layout_that_megatron_cannot_read_is_refused_with_the_way_to_write_it(refused: str) -> None:
+    with pytest.raises(UserError, match=r"made of E .*, t .* and L .*t\*3 and \(t\|\)\*3 repeat"):
+        ParallelConfig(pp=2, pipeline_layout=refused)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_uneven_stages_have_megatrons_sizes(pp: int) -> None:
+    """get_num_layers_to_build for every number of layers on the first and last stage; where it refuses or loses layers, so do we."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    agreed = 0
+    for layers in range(1, 9):
+        for first in (None, 1, 2, 3):
+            for last in (None, 1, 2, 3):
+                config = SimpleNamespace(num_layers=layers, pipeline_model_parallel_size=pp, num_layers_in_first_pipeline_stage=first,
+                                         num_layers_in_last_pipeline_stage=last, pipeline_model_parallel_layout=None,
+                                         virtual_pipeline_model_parallel_size=None, account_for_embedding_in_pipeline_split=False,
+                                         account_for_loss_in_pipeline_split=False)
+                try:
+                    expected = [get_num_layers_to_build(config, pp_rank=rank) for rank in range(pp)]
+                except AssertionError:
+                    expected = []
+                parallel = ParallelConfig(pp=pp, first_stage_layers=first, last_stage_layers=last)
+                if sum(expected) != layers or min(expected) < 0:
+                    with pytest.raises(UserError, match="layers"):
+                        parallel.layer_counts(tiny(num_layers=layers))
+                else:
+                    agreed += 1
+                    assert parallel.layer_counts(tiny(num_layers=layers)) == expected
+                    assert [n for rank in range(pp) for n in parallel.layers(tiny(num_layers=layers), rank)] == list(range(layers))
+    assert agreed > 15

@@ -17,7 +17,7 @@ from resharding.layout import canonical_shapes, empty_tensors
 from resharding.layouts import mcore_layout, trtllm_layout
 from resharding.plan import make_plan
 from resharding.sync import WeightSync
-from resharding.transport import point_to_point
+from resharding.transport import execute
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, tiny, trtllm_shard
 from tests.worker_pool import run_ranks
 
@@ -25,8 +25,8 @@ from tests.worker_pool import run_ranks
 class RecordingEngine:
     """Weights, and the rule that it generates only when a version is committed."""
 
-    def __init__(self, tensors: Tensors, fail_at_commit: bool = False) -> None:
-        self.tensors, self.version, self.fail_at_commit = tensors, None, fail_at_commit
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors, self.version, self.fail_at_commit, self.fail_at_verify = tensors, None, False, False
         self.checksums: dict[str, int] = {}
 
     def begin_update(self) -> None:
@@ -39,6 +39,10 @@ class RecordingEngine:
         if self.fail_at_commit:
             raise WeightsError("model.norm.weight: injected")
         self.version, self.checksums = version, dict(checksums)
+
+    def verify(self) -> None:
+        if self.fail_at_verify:
+            raise WeightsError("model.norm.weight: injected")
 
 
 class FailingTensors(Mapping[str, torch.Tensor]):
@@ -70,13 +74,13 @@ def parties(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype:
     return trainer, [trtllm_layout(model, engine_tp, r % engine_tp, r, dtype) for r in range(world)]  # world / engine_tp engines
 
 
-def move(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype: torch.dtype, bucket_bytes: int) -> int:
+def move(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype: torch.dtype, transport: str) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     trainer, engines = parties(model, parallel, engine_tp, dtype)
-    plan = make_plan(trainer, engines, canonical_shapes(model))
+    plan = make_plan(trainer, engines, canonical_shapes(model), rank=rank)
     full = canonical_tensors(model)
     destination = {n: t.fill_(float("nan")) for n, t in empty_tensors(engines[rank]).items()}
-    report = point_to_point.execute(plan, mcore_shard(full, model, parallel, rank, world), destination, rank, bucket_bytes=bucket_bytes)
+    report = execute(plan, mcore_shard(full, model, parallel, rank, world), destination, rank, transport=transport)
     expected = trtllm_shard({n: t.to(dtype) for n, t in full.items()}, model, engine_tp, rank % engine_tp)
     assert_same(destination, expected)
     return report.bytes
@@ -91,27 +95,11 @@ def move(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, dtype: to
     (4, ParallelConfig(tp=2, pp=2), 4),     # more engine ranks than key/value heads
     (4, ParallelConfig(pp=2, vpp=2), 2),
 ])
-def test_shards_arrive_bit_for_bit(world: int, parallel: ParallelConfig, engine_tp: int) -> None:
+@pytest.mark.parametrize("transport", ["auto", "point_to_point"])
+def test_shards_arrive_bit_for_bit(world: int, parallel: ParallelConfig, engine_tp: int, transport: str) -> None:
     for tied in (False, True):
         model = tiny("qwen2", tied=tied)
-        run_ranks(world, move, model, parallel, engine_tp, torch.float32, 64 << 20)
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 1 << 20])
-def test_any_bucket_size_gives_the_same_bytes(bucket_bytes: int) -> None:
-    model = tiny("qwen2", num_layers=2)
-    run_ranks(4, move, model, ParallelConfig(tp=2, pp=2), 2, torch.bfloat16, bucket_bytes)
-
-
-def test_messages_stay_within_the_bucket() -> None:
-    model = tiny()
-    trainer = [mcore_layout(model, ParallelConfig(tp=4), r, 4, torch.float32) for r in range(4)]
-    engine = [trtllm_layout(model, 1, 0, r, torch.float32) for r in range(4)]
-    plan = make_plan(trainer, engine, canonical_shapes(model))
-    for rank in range(4):
-        for exchange in point_to_point._rounds(plan, rank, 600):
-            for side in (exchange.outgoing, exchange.incoming):
-                assert sum(point_to_point._message_bytes(copies) for copies in side.values()) <= 600
+        run_ranks(world, move, model, parallel, engine_tp, torch.float32, transport)
 
 
 def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fault: str) -> dict[str, Any]:
@@ -131,7 +119,7 @@ def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fa
             source = {n: t for n, t in source.items() if n != "decoder.layers.0.mlp.linear_fc2.weight"}
         elif broken and fault == "replica":
             source["output_layer.weight" if model.tied else "decoder.final_layernorm.weight"][0] += 1.0
-        engine.fail_at_commit = broken and fault == "commit"
+        engine.fail_at_commit, engine.fail_at_verify = broken and fault == "commit", broken and fault == "verify"
         try:
             report = sync.run(source, engine, version)
             seen[f"bytes {version}"] = report.bytes
@@ -152,6 +140,7 @@ def sync_thrice(model: ModelConfig, parallel: ParallelConfig, engine_tp: int, fa
     ("read 3", "SyncError", "memory is gone"),
     ("missing", "WeightsError", "lack decoder.layers.0.mlp.linear_fc2.weight"),
     ("commit", "WeightsError", "model.norm.weight: injected"),
+    ("verify", "WeightsError", "model.norm.weight: injected"),
     ("replica", "WeightsError", "model.norm.weight: the copies in decoder.final_layernorm.weight on rank 0 and in"),
 ])
 @pytest.mark.parametrize("world, parallel, engine_tp", [(2, ParallelConfig(tp=2), 1), (4, ParallelConfig(tp=2), 2)])

@@ -89,6 +89,17 @@ class EmbeddedEngine:
         self._seconds = self._checksum_seconds = 0.0
         self._work.counts = dict.fromkeys(self._work.counts, 0)
 
+    def verify(self) -> None:
+        """Compare what is resident with the committed checksums now, on all ranks of the group, rather than before the first token.
+
+        Raises WeightsError that names the tensor; the engine then refuses to generate until the next update.
+        """
+        try:
+            if not self._verified:
+                self._verify()
+        except EngineRefuses as error:
+            raise WeightsError(str(error)) from None
+
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._work.request_ids()
         for request in requests:

@@ -1,0 +1,72 @@
+"""Core attention of the `torch` layer implementation: causal, with sliding windows and learned sinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """Causal core attention on `scaled_dot_product_attention`, in place of Megatron's unfused `DotProductAttention`.
+
+    q [tokens, sequences, heads / tp, head_dim], k and v [tokens, sequences, kv_heads / tp, head_dim] (of latent attention v has
+    a size of its own) -> [tokens, sequences, heads / tp * v_head_dim]. Sequences are padded on the right, so causality alone
+    keeps padding out of real tokens.
+
+    The window is Megatron's `window_size` (left, 0): a position sees itself and `left` positions before it, in the layers that
+    `window_attn_skip_freq` marks with 1. With `softmax_type` learnable every head has one more score, `softmax_offset`
+    [heads / tp], that takes its share of the softmax and adds nothing (gpt_oss's sinks).
+    """
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
+                 softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any) -> None:
+        from megatron.core.transformer.utils import is_layer_window_attention
+
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("this core attention does not support context parallelism")
+        self.scale = softmax_scale
+        self.window = config.window_size[0] if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number) else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        self._tp_group = pg_collection.tp if pg_collection is not None else None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            config.init_method(self.softmax_offset)
+            self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]  # the gradient norm counts every rank's
+            self.softmax_offset.partition_dim, self.softmax_offset.partition_stride = 0, 1  # type: ignore[attr-defined]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+                attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None) -> Tensor:
+        if packed_seq_params is not None or attention_bias is not None or attention_mask is not None:
+            raise ValueError("this core attention takes right-padded causal batches: no mask, bias or packing")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mask = self._mask(q)
+        if self.softmax_offset is not None:  # a key of zeros before all others, whose score is the offset and whose value is zero
+            k, v = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _mask(self, q: Tensor) -> Tensor | None:
+        """None where causality is all; else what is added to the scores, [1, heads or 1, tokens, keys]."""
+        if self.softmax_offset is None and self.window is None:
+            return None
+        tokens = q.shape[2]
+        distance = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)
+        hidden = distance < 0 if self.window is None else (distance < 0) | (distance > self.window)
+        mask = torch.zeros(1, 1, tokens, tokens, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
+        if self.softmax_offset is None:
+            return mask
+        heads = self.softmax_offset.shape[0]
+        return torch.cat([self.softmax_offset.to(q.dtype).view(1, heads, 1, 1).expand(1, heads, tokens, 1), mask.expand(1, heads, -1, -1)], -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints: the sinks are cut over tensor-parallel ranks."""
+        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+                                                   tp_group=self._tp_group, dp_cp_group=metadata["dp_cp_group"])

@@ -1,0 +1,291 @@
+"""Copies between ranks of one host, each taken by its receiver straight out of the sender's memory.
+
+    sender                              receiver
+    offer: where the parts lie    ->    (nothing new: 0 bytes)
+    parts that must be computed or cast, in two buckets:
+    packed in bucket 0 or 1       ->    copied out of the sender's bucket
+    bucket is free                <-
+                                        copies out of the sender's tensors
+    the tensors may change        <-    done
+
+Only these short control messages travel, over gloo. `shared_memory` and `cuda_ipc` say how the memory itself is reached.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from resharding.boxes import slices
+from resharding.plan import Copy, Plan
+from resharding.transform import Transform
+from resharding.transport.buckets import Buckets, buckets_of
+from resharding.transport.control import ACK, DONE, OFFER, READY, Control
+from resharding.transport.in_place import MoveReport, copy_own, part_in_place
+from resharding.transport.messages import Message, Pairs, messages_of
+
+SLOT = 4 << 20  # bytes of a bucket that are used: both copies of a packed message then find it in the cache
+
+
+class Place(NamedTuple):
+    """A part of one of the offered storages: `offset` and `strides` in bytes."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Offer(NamedTuple):
+    """What one rank needs to reach another's memory. `places`: one for each copy of the pair, None where it is packed."""
+
+    storages: tuple[Any, ...]
+    places: tuple[Place | None, ...]
+    buckets: Any
+
+
+class Reader(Protocol):
+    """One peer's memory, as its offer opens it."""
+
+    def bucket(self, number: int, nbytes: int) -> torch.Tensor:
+        """The first bytes of the peer's bucket."""
+        ...
+
+    def read(self, copies: Sequence[tuple[Copy, Place]], destination: Mapping[str, torch.Tensor]) -> None:
+        """Copy out of the peer's tensors."""
+        ...
+
+
+class Memory(Protocol):
+    """How the ranks of a host reach each other's memory."""
+
+    name: str
+    device: torch.device
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Entered while others read. What was written before must be there for them."""
+        ...
+
+    def offers(self, copy: Copy, part: torch.Tensor, reader: int) -> bool:
+        """Whether `reader` takes this part of a source tensor out of it; otherwise it is packed."""
+        ...
+
+    def share(self, storage: torch.UntypedStorage) -> Any:
+        """What a peer needs to reach a storage (pickled)."""
+        ...
+
+    def share_buckets(self, buckets: Buckets) -> Any: ...
+
+    def open(self, offer: Offer) -> Reader: ...
+
+    def settle(self) -> None:
+        """Return when all copies out of peers' memory are made."""
+        ...
+
+
+@dataclass
+class _Session:
+    """What is remembered between two executions of a plan."""
+
+    outgoing: dict[int, list[Copy]]
+    incoming: dict[int, list[Copy]]
+    key: object = None  # of the source tensors that are offered
+    slot_bytes: int = 0  # of the largest message that this rank packs
+    told_buckets: int = 0  # address of the buckets that are offered
+    packed_out: list[Copy] = field(default_factory=list)
+    packed_in: dict[int, list[Copy]] = field(default_factory=dict)
+    direct: dict[int, list[tuple[Copy, Place]]] = field(default_factory=dict)
+    readers: dict[int, Reader] = field(default_factory=dict)
+    messages: list[Message] | None = None
+
+
+@torch.no_grad()
+def run(memory: Memory, control_group: dist.ProcessGroup | None, plan: Plan, source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor], rank: int, bucket_bytes: int, transform: Transform, pairs: Pairs | None) -> MoveReport:
+    """Run the plan's copies between `pairs` (None: all, local ones in place). Failures are kept to the end, as in point_to_point."""
+    started = time.perf_counter()
+    failures: list[Exception] = []
+    own = moved = 0
+    if pairs is None or (rank, rank) in pairs:
+        try:
+            own = copy_own(plan, source, destination, rank, transform).bytes
+        except Exception as error:
+            failures.append(error)
+    session = _session(memory.name, plan, rank, pairs)
+    if session.outgoing or session.incoming:
+        move = _Move(memory, session, buckets_of(plan, memory.device), Control(control_group, failures), source, destination, rank,
+                     min(bucket_bytes, SLOT), transform, failures)
+        with memory.lent():
+            moved = move.execute()
+    if failures:
+        raise failures[0]
+    return MoveReport(own + moved, time.perf_counter() - started, {"in_place": own, memory.name: moved})
+
+
+def _session(name: str, plan: Plan, rank: int, pairs: Pairs | None) -> _Session:
+    key = (name, rank, pairs if pairs is None else frozenset(pairs))
+    found = plan._cache.get(key)
+    if not isinstance(found, _Session):
+        outgoing: dict[int, list[Copy]] = defaultdict(list)
+        incoming: dict[int, list[Copy]] = defaultdict(list)
+        for copy in plan.copies:
+            if copy.src_rank != copy.dst_rank and (pairs is None or (copy.src_rank, copy.dst_rank) in pairs):
+                if copy.src_rank == rank:
+                    outgoing[copy.dst_rank].append(copy)
+                if copy.dst_rank == rank:
+                    incoming[copy.src_rank].append(copy)
+        found = plan._cache[key] = _Session(dict(outgoing), dict(incoming))
+    return found
+
+
+@dataclass
+class _Move:
+    """One execution on one rank."""
+
+    memory: Memory
+    session: _Session
+    buckets: Buckets
+    control: Control
+    source: Mapping[str, torch.Tensor]
+    destination: Mapping[str, torch.Tensor]
+    rank: int
+    slot: int
+    transform: Transform
+    failures: list[Exception]
+
+    def execute(self) -> int:
+        self._offer()
+        for peer in self.session.incoming:
+            self._take_offer(peer)
+        if self.session.messages is None:
+            packed = [*self.session.packed_out, *(c for copies in self.session.packed_in.values() for c in copies)]
+            self.session.messages = messages_of(packed, self.rank, self.slot)
+        moved = self._packed(self.session.messages) + sum(self._direct(peer) for peer in self.session.incoming)
+        self.memory.settle()
+        for peer in self.session.incoming:
+            self.control.send(peer, b"", DONE)
+        for peer in self.session.outgoing:
+            self.control.receive(peer, DONE)
+        self.control.finish()
+        return moved
+
+    def _offer(self) -> None:
+        """Tell every receiver where its parts lie, unless that is what it was told last time."""
+        session = self.session
+        copies = [c for mine in session.outgoing.values() for c in mine]
+        places: dict[int, Place | None] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+        try:
+            key: object = (id(self.transform), addresses(self.source, (c.src_tensor for c in copies)))
+            self.buckets.reserve(session.slot_bytes)
+            if key == session.key and self.buckets.tensor.data_ptr() == session.told_buckets:
+                for peer in session.outgoing:
+                    self.control.send(peer, b"", OFFER)
+                return
+            places = {id(c): self._place(c, storages) for c in copies}
+        except Exception as error:
+            self.failures.append(error)
+            key, places = None, {}  # offer nothing: packing will find the fault again and keep the protocol
+        session.key, session.messages, session.packed_out = key, None, [c for c in copies if places.get(id(c)) is None]
+        session.slot_bytes = max((m.nbytes for m in messages_of(session.packed_out, self.rank, self.slot)), default=0)
+        self.buckets.reserve(session.slot_bytes)
+        session.told_buckets = self.buckets.tensor.data_ptr()
+        for peer, mine in session.outgoing.items():
+            self.control.send(peer, pickle.dumps(self._offer_to(mine, places, storages)), OFFER)
+
+    def _place(self, copy: Copy, storages: dict[int, torch.UntypedStorage]) -> Place | None:
+        part = part_in_place(copy, self.source, self.transform)
+        if part is None or part.dtype != copy.dtype or not self.memory.offers(copy, part, copy.dst_rank):
+            return None
+        storage = part.untyped_storage()
+        storages.setdefault(storage.data_ptr(), storage)
+        size = part.element_size()
+        return Place(storage.data_ptr(), part.storage_offset() * size, tuple(part.shape), tuple(s * size for s in part.stride()))
+
+    def _offer_to(self, copies: Sequence[Copy], places: Mapping[int, Place | None], storages: Mapping[int, torch.UntypedStorage]) -> Offer:
+        numbers: dict[int, int] = {}
+        out: list[Place | None] = []
+        for copy in copies:
+            place = places.get(id(copy))
+            out.append(place and place._replace(storage=numbers.setdefault(place.storage, len(numbers))))
+        packed = any(place is None for place in out)
+        return Offer(tuple(self.memory.share(storages[pointer]) for pointer in numbers), tuple(out),
+                     self.memory.share_buckets(self.buckets) if packed else None)
+
+    def _take_offer(self, peer: int) -> None:
+        offer = self.control.receive(peer, OFFER)
+        if not offer:  # what it said last time holds, or it is lost
+            return
+        session, copies = self.session, self.session.incoming[peer]
+        session.messages = None
+        try:
+            opened: Offer = pickle.loads(offer)
+            session.packed_in[peer] = [c for c, place in zip(copies, opened.places, strict=True) if place is None]
+            session.direct[peer] = [(c, place) for c, place in zip(copies, opened.places, strict=True) if place is not None]
+            session.readers[peer] = self.memory.open(opened)
+        except Exception as error:
+            session.readers.pop(peer, None)
+            self.failures.append(error)
+
+    def _packed(self, messages: Sequence[Message]) -> int:
+        """Messages in rising order of keys; a sender has two unread ones at most. See `messages_of` for why this ends."""
+        free, moved = [0, 1], 0
+        unread: deque[tuple[Message, int]] = deque()
+        for message in messages:
+            if message.src == self.rank:
+                if not free:
+                    free.append(self._acknowledged(*unread.popleft()))
+                self._pack(message, free[0])
+                self.control.send(message.dst, bytes([free[0]]), READY)
+                unread.append((message, free.pop(0)))
+            else:
+                bucket = self.control.receive(message.src, READY)
+                moved += self._unpack(message, bucket[0]) if bucket else 0
+                self.control.send(message.src, b"", ACK)
+        while unread:
+            self._acknowledged(*unread.popleft())
+        return moved
+
+    def _acknowledged(self, message: Message, bucket: int) -> int:
+        self.control.receive(message.dst, ACK)
+        return bucket
+
+    def _pack(self, message: Message, bucket: int) -> None:
+        try:
+            for copy, view in message.views(self.buckets.part(bucket, message.nbytes)):
+                view.copy_(self.transform.read(copy, self.source))
+            self.memory.settle()
+        except Exception as error:
+            self.failures.append(error)
+
+    def _unpack(self, message: Message, bucket: int) -> int:
+        try:
+            for copy, view in message.views(self.session.readers[message.src].bucket(bucket, message.nbytes)):
+                copy.dst_view.of(self.destination[copy.dst_tensor])[slices(copy.dst_box)].copy_(view)
+            self.memory.settle()
+            return sum(copy.nbytes for copy in message.copies)
+        except Exception as error:
+            self.failures.append(error)
+            return 0
+
+    def _direct(self, peer: int) -> int:
+        try:
+            if peer not in self.control.lost and self.session.direct.get(peer):
+                self.session.readers[peer].read(self.session.direct[peer], self.destination)
+                return sum(copy.nbytes for copy, _ in self.session.direct[peer])
+        except Exception as error:
+            self.failures.append(error)
+        return 0
+
+
+def addresses(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[object]:
+    """What an offer and a reader depend on: it changes where a tensor's memory does."""
+    return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in map(tensors.__getitem__, dict.fromkeys(names))]

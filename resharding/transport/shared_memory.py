@@ -1,0 +1,106 @@
+"""Copies between CPU ranks of one host, without a message: the receiver reads the sender's memory (process_vm_readv).
+
+Sender's parts that must be cast or computed, or lie in rows too short for the kernel to be quick, go through buckets that the receiver
+maps (memfd). Where the kernel does not let one process read another (see `process_memory`) everything does. Both end with the processes:
+nothing stays in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from resharding.boxes import slices
+from resharding.errors import WeightsError
+from resharding.plan import Copy, Plan
+from resharding.transform import CAST, Transform
+from resharding.transport import process_memory, same_host
+from resharding.transport.buckets import Buckets, open_bytes
+from resharding.transport.in_place import MoveReport
+from resharding.transport.messages import BUCKET, Pairs
+from resharding.transport.peers import Peers, meet
+
+FEW = 1 << 16  # bytes: a copy so small is read directly whatever its rows
+SOURCE_ROW, ROW = 1 << 13, 1 << 11  # bytes: shorter rows are packed; the kernel looks up the source's pages for every row
+
+
+def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int = 0,
+            group: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET, transform: Transform = CAST,
+            pairs: Pairs | None = None) -> MoveReport:
+    """Run the plan on `rank`; at its first use on a group every rank of it must call this (see `peers.meet`).
+
+    `pairs`: only these (source, destination) ranks. Tensors are on the CPU. Casts happen at the source. A rank that fails keeps the
+    protocol and raises at the end. Raises WeightsError where a pair does not share memory.
+    """
+    memory = SharedMemory(meet(group))
+    for src, dst in {(c.src_rank, c.dst_rank) for c in plan.copies} if pairs is None else pairs:
+        if src != dst and rank in (src, dst) and (dst, src) not in memory.peers.maps:
+            raise WeightsError(f"ranks {src} and {dst} share no memory (another host, container or user); use the point-to-point transport")
+    return same_host.run(memory, memory.peers.control, plan, source, destination, rank, bucket_bytes, transform, pairs)
+
+
+class SharedMemory:
+    """See `same_host.Memory`. A storage is shared as (process, address)."""
+
+    name, device = "shared_memory", torch.device("cpu")
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def lent(self) -> AbstractContextManager[None]:
+        return process_memory.readable()
+
+    def offers(self, copy: Copy, part: torch.Tensor, reader: int) -> bool:
+        if (reader, copy.src_rank) not in self.peers.reads or part.device.type != "cpu":
+            return False
+        size = part.element_size()
+        row = part.shape[-1] * size if part.dim() else size
+        run = process_memory.run_bytes(part.shape, [s * size for s in part.stride()], size)
+        quick = (part.is_contiguous() or run >= SOURCE_ROW) and (part.dim() < 2 or row >= ROW) and not copy.dst_view.transposed
+        return quick or copy.nbytes <= FEW
+
+    def share(self, storage: torch.UntypedStorage) -> Any:
+        return os.getpid(), storage.data_ptr()
+
+    def share_buckets(self, buckets: Buckets) -> Any:
+        assert buckets.memory is not None
+        return buckets.memory.path, buckets.size
+
+    def open(self, offer: same_host.Offer) -> "_Reader":
+        return _Reader(offer)
+
+    def settle(self) -> None:
+        pass
+
+
+class _Reader:
+    def __init__(self, offer: same_host.Offer) -> None:
+        self.storages = offer.storages
+        self.key: object = None
+        self.calls: list[process_memory.Call] = []
+        if offer.buckets is not None:
+            path, self.size = offer.buckets
+            self.buckets = open_bytes(path, 2 * self.size)
+
+    def bucket(self, number: int, nbytes: int) -> torch.Tensor:
+        return self.buckets[number * self.size:number * self.size + nbytes]
+
+    def read(self, copies: Sequence[tuple[Copy, same_host.Place]], destination: Mapping[str, torch.Tensor]) -> None:
+        key = same_host.addresses(destination, (copy.dst_tensor for copy, _ in copies))
+        if key != self.key:
+            self.calls, self.key = process_memory.calls_for([self._part(copy, place, destination) for copy, place in copies]), key
+        process_memory.read(self.storages[0][0], self.calls)
+
+    def _part(self, copy: Copy, place: same_host.Place, destination: Mapping[str, torch.Tensor]) -> Any:
+        target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
+        if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
+            raise WeightsError(f"{copy.canonical} arrives as {place.shape} {copy.dtype} on the CPU, but {copy.dst_tensor} has "
+                               f"{tuple(target.shape)} {target.dtype} on {target.device} for it")
+        size = target.element_size()
+        strides = tuple(s * size for s in target.stride())
+        return place.shape, target.data_ptr(), strides, self.storages[place.storage][1] + place.offset, place.strides, size

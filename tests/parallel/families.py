@@ -1,0 +1,96 @@
+"""What the tests of families share: directories of tiny models, transformers' log-probs and gradients, and ours on a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.models import write_model
+
+# longer than every tiny sliding window; of different lengths, so that padding is there too
+SEQUENCES = [[(11 * i + 7 * s) % 200 + 1 for i in range(n)] for s, n in enumerate((14, 11, 9, 12))]
+
+
+def reference(directory: Path, gradients: Path) -> list[torch.Tensor]:
+    """transformers: log-probs [tokens - 1] of every sequence; the gradients of minus their mean go to `gradients`, as a model directory."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    rows = [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+            for ids in SEQUENCES]
+    (-torch.cat(rows).mean()).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(gradients)
+    return [row.detach() for row in rows]
+
+
+def write(root: Path, family: str, name: str, **changes: Any) -> tuple[str, str, list[torch.Tensor]]:
+    """A model at a large initial std, where faults show: (its directory, that of its gradients, its log-probs)."""
+    directory = write_model(root / name, family, **{"initializer_range": 0.3, **changes})
+    return str(directory), str(root / f"{name}-gradients"), reference(directory, root / f"{name}-gradients")
+
+
+def fill(directory: str, layout: Any, tensors: dict[str, torch.Tensor], model: Any) -> None:
+    """Weights of a HF directory into a rank's tensors."""
+    from safetensors.torch import load_file
+
+    from checkpoint.hf import read_hf
+    from resharding.layout import canonical_shapes
+    from resharding.layouts import hf_layout
+    from resharding.plan import make_plan
+    from resharding.transport import in_place
+
+    if model.family != "gpt_oss":
+        return read_hf(directory, layout, tensors, model)
+    plan = make_plan([hf_layout(model, torch.float32)], [layout], canonical_shapes(model), source_is_everywhere=True, read_all=False)
+    in_place.execute(plan, load_file(Path(directory) / "model.safetensors"), tensors, layout.rank)
+    return None
+
+
+def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, Any], size: int = 2) -> Any:
+    """On a rank, for every (model, gradients) directory: (log-probs by sequence where this rank reports, {tensor: gradient's error}).
+
+    The error is the largest difference from the expected gradient in this rank's own layout, over the largest expected value.
+    """
+    import torch.distributed as dist
+
+    from parallel.config import ParallelConfig
+    from parallel.device import Device, prepare_megatron
+    from parallel.micro_batch import make_micro_batches, micro_batch_count
+    from parallel.model_config import ModelConfig
+    from parallel.training import OptimizerConfig, build
+    from resharding.layout import empty_tensors
+    from resharding.layouts import mcore_layout
+
+    device, rank, world, out = Device("cpu", "gloo"), dist.get_rank(), dist.get_world_size(), []
+    prepare_megatron(device)
+    for directory, gradients in cases:
+        model = ModelConfig.from_directory(directory, make_vocab_size_divisible_by=8)
+        config = ParallelConfig(**parallel)
+        config.validate(world, model)
+        training = build(model, config, "float32", device, rank, world, 7, OptimizerConfig(distributed=False))
+        layout = mcore_layout(model, config, rank, world, torch.float32)
+        fill(directory, layout, training.tensors, model)
+        before = {n: t.clone() for n, t in training.tensors.items() if n.endswith("expert_bias")}
+        count = sum(len(s) - 1 for s in SEQUENCES)
+
+        def loss(micro_batch: Any, log_probs: torch.Tensor, entropy: torch.Tensor) -> Any:
+            rows = {i: log_probs[k, :n - 1] for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True))}
+            return -sum(row.sum() for row in rows.values()) / count + 0.0 * log_probs.sum(), {i: row.detach() for i, row in rows.items()}
+
+        dp = config.dp(world)
+        mine = range(len(SEQUENCES))[training.at.dp::dp]
+        batches = make_micro_batches(SEQUENCES, mine, size, micro_batch_count(-(-len(SEQUENCES) // dp), size, config), config)
+        outputs = training.forward_backward(batches, loss)
+        expected = empty_tensors(layout)
+        fill(gradients, layout, expected, model)
+        several = len(training.modules) > 1
+        got = {(f"chunk{i}." if several else "") + n: p.main_grad for i, m in enumerate(training.modules) for n, p in m.named_parameters()}
+        assert set(expected) - set(got) == set(before) and all(torch.equal(training.tensors[n], t) for n, t in before.items())
+        errors = {n: ((g - expected[n]).abs().max() / expected[n].abs().max().clamp_min(1e-12)).item() for n, g in got.items()}
+        reported = {i: row for output in outputs for i, row in output.items()} if training.is_output_rank else {}
+        out.append((reported, errors))
+    return out
