@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from checkpoint.publish import whole_directory
 from checkpoint.streaming import Assembler, Part, keeping_dtypes, share_of, stored_dtypes
 from checkpoint.together import catchable, on_rank_zero, raise_together, rank, world_size
 from checkpoint.torch_dist import TorchDistFiles
-from checkpoint.torch_dist_writer import TorchDistWriter
+from checkpoint.torch_dist_writer import FILE_BYTES, TorchDistWriter
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
@@ -129,7 +128,8 @@ def check_destination(directory: Path, overwrite: bool) -> None:
 
 
 def write_mcore(source: Source, directory: str | Path, parallel: ParallelConfig = ParallelConfig(), dtype: torch.dtype | None = None,
-                form: str = "mcore-rl", overwrite: bool = False, divisible_by: int | None = None, report: Report = silent) -> None:
+                form: str = "mcore-rl", overwrite: bool = False, divisible_by: int | None = None, file_bytes: int = FILE_BYTES,
+                report: Report = silent) -> None:
     """Collective: write a Megatron checkpoint, in chunks and with a vocabulary padded as ranks of `parallel` would have them.
 
     `dtype` None keeps the source's. `form` is whose directory it becomes: see FORMS. Raises UserError where it cannot be
@@ -144,7 +144,7 @@ def write_mcore(source: Source, directory: str | Path, parallel: ParallelConfig 
     with _published(target, crcs) as temporary:
         weights = temporary / megatron_lm.weights_folder(form)
         on_rank_zero(lambda: weights.mkdir(parents=True, exist_ok=True), f"writing {target}")
-        writer = TorchDistWriter(weights)
+        writer = TorchDistWriter(weights, file_bytes)
         try:
             parts = [Part(s.tensor, box) for s in stored for box in s.chunks()]
             _stream(source, Layout("mcore_files", 0, tuple(s.tensor for s in stored)), parts,
@@ -210,7 +210,7 @@ def _stream(source: Source, layout: Layout, parts: list[Part], write: Callable[[
     raise_together(error, doing)
 
 
-def verify(source: Source, written: Source, dtype: torch.dtype | None = None, report: Report = silent) -> None:
+def verify(source: Source, written: Source, report: Report = silent) -> None:
     """Collective: read both models tensor by tensor and compare bit for bit, the source cast to what was written.
 
     Nothing of the write is used again: the written directory is opened, described and planned from anew. Raises WeightsError
@@ -237,9 +237,3 @@ def verify(source: Source, written: Source, dtype: torch.dtype | None = None, re
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1).view(torch.uint8)
-
-
-def describe(source: Source) -> str:
-    """The model in one line."""
-    count = sum(torch.Size(shape).numel() for shape in canonical_shapes(source.model).values())
-    return json.dumps({"family": source.model.family, "parameters": count, "dtype": str(source.dtype).removeprefix("torch.")})

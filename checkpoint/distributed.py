@@ -128,7 +128,7 @@ def _differences(directory: Path, state: dict[str, Any], ignore: str | None) -> 
         # vocabulary rows are padded by layout: their number may differ; a factory's shape is known only once it is applied
         if hasattr(item, "local_shape") and not item.allow_shape_mismatch and want != have:
             missing.append(f"{item.key} of shape {list(want or ())} (it is {list(have or ())} there)")
-    return missing, [key for key in stored if ignore is None or not key.startswith(ignore)], asked
+    return missing, [key for key in stored if (ignore is None or not key.startswith(ignore)) and "_extra_state" not in key], asked
 
 
 def _sharded_items(value: Any) -> Iterator[Any]:

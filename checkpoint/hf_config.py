@@ -20,7 +20,7 @@ _USE_WINDOW = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # and the window of 
 
 
 def hf_config(model: ModelConfig, dtype: str, quantised: bool = False) -> dict[str, Any]:
-    """`config.json` of the model: the one it was read from, with what the model knows written over it.
+    """`config.json` of the model: the one it was read from where that says this model, else with what the model knows written over it.
 
     The rotary base and scaling are written both where transformers 5 looks (`rope_parameters`) and where older readers do
     (`rope_theta`, `rope_scaling`); `dtype` likewise with `torch_dtype`. `quantization_config` stays only where the files are
@@ -29,15 +29,12 @@ def hf_config(model: ModelConfig, dtype: str, quantised: bool = False) -> dict[s
     out = dict(model.hf)
     if not quantised:
         out.pop("quantization_config", None)
+    same = _says(model.hf, model)
+    if not same:
+        out.update(_sizes(model, "head_dim" in out))
     out.setdefault("architectures", [FAMILIES[model.family].architecture])
     out.setdefault("hidden_act", "silu")
-    out.update(
-        model_type=model.family, hidden_size=model.hidden_size, intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, num_key_value_heads=model.num_kv_heads,
-        vocab_size=model.vocab_size, max_position_embeddings=model.max_position_embeddings, rms_norm_eps=model.rms_norm_eps,
-        tie_word_embeddings=model.tied, initializer_range=model.init_std, dtype=dtype, torch_dtype=dtype,
-    )
-    out.update({**_rope(model), **_attention(model, "head_dim" in out), **_window(model), **_experts(model)})
+    out.update(_rope(model, model.hf if same else {}), dtype=dtype, torch_dtype=dtype)
     if out.get("rope_scaling") and model.rope_scaling is None:
         del out["rope_scaling"]
     if "bos_token_id" not in out and model.bos_token_id is not None:
@@ -50,22 +47,35 @@ def hf_config(model: ModelConfig, dtype: str, quantised: bool = False) -> dict[s
     return out
 
 
-def _rope(model: ModelConfig) -> dict[str, Any]:
-    scaling = _scaling(model.rope_scaling)
-    new = {**(scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
+def _says(hf: dict[str, Any], model: ModelConfig) -> bool:
+    """Whether a config describes the model as it is; it is then left alone, with every word of its own."""
+    return bool(hf) and ModelConfig.from_hf(hf, dtype=model.dtype, make_vocab_size_divisible_by=model.make_vocab_size_divisible_by) == model
+
+
+def _sizes(model: ModelConfig, head_dim: bool) -> dict[str, Any]:
+    return {
+        "model_type": model.family, "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size, "max_position_embeddings": model.max_position_embeddings, "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tied, "initializer_range": model.init_std,
+        **_attention(model, head_dim), **_window(model), **_experts(model),
+    }
+
+
+def _rope(model: ModelConfig, source: dict[str, Any]) -> dict[str, Any]:
+    """Rotary base and scaling in both places; `source` is a config that says the same and may say more."""
+    scaling: dict[str, Any] = {}
+    if isinstance(model.rope_scaling, (RopeScaling, Yarn)):
+        said = source.get("rope_scaling") or source.get("rope_parameters") or {}
+        kind = "yarn" if isinstance(model.rope_scaling, Yarn) else "llama3"
+        scaling = {**(said or {k: v for k, v in vars(model.rope_scaling).items() if v is not None}), "rope_type": kind}
+    new = {"rope_type": "default", **scaling, "rope_theta": model.rope_theta}
     out: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_parameters": new}
     if scaling:
-        out["rope_scaling"] = scaling
+        out["rope_scaling"] = {key: value for key, value in scaling.items() if key != "rope_theta"}
     if model.family == "glm4_moe":
         new["partial_rotary_factor"] = out["partial_rotary_factor"] = model.rotary_fraction
     return out
-
-
-def _scaling(scaling: RopeScaling | Yarn | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    kind = "yarn" if isinstance(scaling, Yarn) else "llama3"
-    return {"rope_type": kind, **{key: value for key, value in vars(scaling).items() if value is not None}}
 
 
 def _attention(model: ModelConfig, head_dim: bool) -> dict[str, Any]:
@@ -90,13 +100,14 @@ def _attention(model: ModelConfig, head_dim: bool) -> dict[str, Any]:
 def _window(model: ModelConfig) -> dict[str, Any]:
     """The sliding window, or the absence of one: some families have one by default."""
     out: dict[str, Any] = {}
-    windowed = model.sliding_window is not None and bool(model.windowed_layers)
+    windowed = model.sliding_window is not None
     if model.family in _USE_WINDOW:
         out["use_sliding_window"] = windowed
     if windowed or model.family in ("mistral", "mixtral", "gpt_oss"):
         out["sliding_window"] = model.sliding_window
-    if model.family in _LAYER_TYPES and (windowed or model.family == "gpt_oss"):
+    if model.family in _LAYER_TYPES:
         out["layer_types"] = ["sliding_attention" if i in model.windowed_layers else "full_attention" for i in range(model.num_layers)]
+    if windowed and model.family in ("qwen2", "qwen3"):
         out["max_window_layers"] = min(model.windowed_layers, default=model.num_layers)  # for readers that do not know `layer_types`
     return out
 

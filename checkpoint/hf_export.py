@@ -30,7 +30,7 @@ from resharding.layout import (
 )
 from resharding.layouts import hf_layout
 from resharding.plan import make_plan
-from resharding.transport import point_to_point
+from resharding.transport import execute
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def export_hf(directory: str | Path, source_layouts: Party | Sequence[Layout], s
               group: dist.ProcessGroup | None = None, overwrite: bool = False, bucket_bytes: int = 64 << 20) -> None:
     """Collective over `group`: write the weights of a party as a HF directory in `dtype`, all ranks at once.
 
-    Every rank writes slabs of rows, of tensors that it holds where it can: most bytes do not travel, and beside its messages a
-    rank holds at most `bucket_bytes` (or one row, or one expert of a fused tensor) of the file's tensors at a time. `source` is
-    a directory to copy tokenizer and generation files from.
+    Every rank writes slabs of rows, of tensors that it holds where it can, so that most bytes do not travel. A rank holds at most
+    `bucket_bytes` (or one row, or one expert of a fused tensor) of the file's tensors at a time, beside two buckets of messages.
+    `source` is a directory to copy tokenizer and generation files from.
     Raises on every rank where any fails. WeightsError: replicas (tied copies, data-parallel ranks) differ, or what arrived is
     not what was sent. UserError: the directory cannot be written. SyncError: anything else.
     """
@@ -73,9 +73,8 @@ def export_hf(directory: str | Path, source_layouts: Party | Sequence[Layout], s
     holders = _holders(party, len(blocks))
     rounds = _rounds(_share(layout, holders, bucket_bytes), bucket_bytes)
     with HFWriter(directory, layout, model, dtype, source, overwrite=overwrite, shared=True, group=group) as writer:
-        found = _move(rounds, holders, blocks, source_tensors, writer, rank, group, bucket_bytes)
         with together(what, group) as step:
-            step.payload = (rank, found)
+            step.payload = (rank, _move(rounds, holders, blocks, source_tensors, writer, rank, group, bucket_bytes))
         _verify_arrived(rounds, dict(step.payloads), expected)
 
 
@@ -181,11 +180,11 @@ def _move(rounds: list[dict[int, list[_Slab]]], holders: Mapping[str, list[Shard
         held = tuple({shard: None for name in names for shard in holders[name]})
         source = _Part("mcore", tuple(sorted({r for shard in held for r in shard.ranks})), held)
         now = {name: shapes[name] for name in names}
-        plan = make_plan(source, _layouts(slabs), [now, {n: s for n, s in shapes.items() if n not in now}], read_all=False)
+        plan = make_plan(source, _layouts(slabs), [now, {n: s for n, s in shapes.items() if n not in now}], read_all=False, rank=rank)
         here = Layout("hf", rank, tuple(slab.tensor for slab in slabs.get(rank, ())))
         try:
             buffers = empty_tensors(here, device)
-            point_to_point.execute(plan, tensors, buffers, rank, group, bucket_bytes)
+            execute(plan, tensors, buffers, rank, group, bucket_bytes)
             found.append(piece_checksums(here, buffers))
             for slab in slabs.get(rank, ()) if not failures else ():
                 writer.write(slab.name, buffers[slab.tensor.name], (slab.start, slab.stop))

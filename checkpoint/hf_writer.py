@@ -34,7 +34,7 @@ from resharding.layout import Layout
 # what a Hugging Face model directory is made of; only such files are ever replaced
 _MODEL_FILES = re.compile(r"(config|generation_config|tokenizer\w*|special_tokens_map|added_tokens|vocab|chat_template|preprocessor_config)\.json"
                           r"|model.*\.safetensors(\.index\.json)?|merges\.txt|tokenizer\.model|.*\.tiktoken|chat_template\.jinja"
-                          r"|additional_chat_templates|LICENSE.*|README\.md|NOTICE.*")
+                          r"|additional_chat_templates|(configuration|modeling|tokenization)_\w+\.py|LICENSE.*|README\.md|NOTICE.*")
 WRITE_BYTES = 32 << 20  # of one call, and before the disk is set to work
 
 
@@ -61,8 +61,9 @@ class HFWriter:
 
     Weights go to `model.safetensors`, or to shards of at most `shard_bytes` (or one tensor) with an index. `dtype` is what
     config.json says; tensors are written in the layout's dtypes. `source` is a directory to copy tokenizer and generation files
-    from. With `shared`, all ranks of `group` write one directory (entering and leaving are collective) and each may write any
-    rows of any tensor. Written to a sibling and renamed.
+    from. With `shared`, all ranks of `group` write one directory and each may write any rows of any tensor; entering and leaving
+    are collective, so an error that leaves the block on one rank must not leave another in a collective inside it. Written to a
+    sibling and renamed.
     Raises UserError where the directory cannot be written, and on leaving WeightsError that names tensors which were not
     written whole or more than once.
     """

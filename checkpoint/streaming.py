@@ -12,9 +12,10 @@ from torch import Tensor
 
 from checkpoint.torch_dist import Chunked
 from resharding.boxes import Box, at, intersect, shape_of, slices, volume, whole
+from resharding.fp8 import E4M3
 from resharding.layout import IDENTITY, Layout, LocalTensor
 from resharding.plan import Copy, Plan
-from resharding.transform import CAST, is_fp8
+from resharding.transform import CAST
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def share_of(parts: Sequence[Part], rank: int, world: int) -> list[Part]:
 
 def stored_dtypes(layout: Layout, quantised: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every canonical tensor in files; `quantised` is what FP8 ones are read as."""
-    return {p.canonical: quantised if is_fp8(t.dtype) else t.dtype for t in layout.tensors for p in t.pieces if p.canonical}
+    return {p.canonical: quantised if t.dtype == E4M3 else t.dtype for t in layout.tensors for p in t.pieces if p.canonical}
 
 
 def keeping_dtypes(local: LocalTensor, dtypes: Mapping[str, torch.dtype]) -> LocalTensor:

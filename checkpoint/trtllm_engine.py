@@ -83,8 +83,8 @@ def engine_layouts(model: ModelConfig, mapping: EngineMapping, dtype: torch.dtyp
 
 def check_writable(directory: Path, overwrite: bool) -> None:
     """Raise UserError where `directory` holds something: anything without `overwrite`, else anything but such a checkpoint."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"output directory {str(directory)!r} is a file; give another directory")
+    if blocking := next((p for p in (directory, *directory.parents) if p.exists() and not p.is_dir()), None):
+        raise UserError(f"output directory {str(directory)!r} cannot be made: {str(blocking)!r} is a file; give another directory")
     held = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
     if held and not overwrite:
         raise UserError(f"output directory {str(directory)!r} is not empty; choose another or allow overwriting")

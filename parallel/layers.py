@@ -73,9 +73,22 @@ def _torch_layer(model: ModelConfig, experts: bool) -> Any:
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     elif model.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    s.sharded_state_dict_keys_map = _checkpoint_names(latent, experts)
     if experts:
         _route(s.mlp.submodules, model)
     return layer
+
+
+def _checkpoint_names(latent: bool, experts: bool) -> dict[str, str]:
+    """Norms are saved under the names of the Transformer Engine spec, so that a checkpoint does not depend on the layer implementation.
+
+    Megatron's local spec has its own map, which renames the norm before experts too and none in latent attention.
+    """
+    names = {} if experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if latent:
+        return {**names, "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+                "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_"}
+    return {**names, "input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
 
 def _te_layer(model: ModelConfig, experts: bool) -> Any:

@@ -111,7 +111,8 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, grouped: bool) -> dic
         return {}
     return dict(
         num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.intermediate_size, moe_router_topk=moe.top_k,
-        moe_layer_freq=[int(i in model.moe_layers) for i in range(model.num_layers)],
+        # a list, even of ones only, makes Megatron save every layer under keys of its own
+        moe_layer_freq=1 if len(model.moe_layers) == model.num_layers else [int(i in model.moe_layers) for i in range(model.num_layers)],
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None, moe_shared_expert_gate=moe.shared_gate,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.expert_tp,
         # how experts are chosen and weighed is `Router`'s business; these say what Megatron's checks and buffers ask for

@@ -118,7 +118,7 @@ def region_checksum(values: torch.Tensor, region: Box, dtype: torch.dtype) -> to
 def _words(values: torch.Tensor, left: int, dtype: torch.dtype) -> tuple[torch.Tensor] | None:
     """`values` [rows, columns] from canonical column `left` on, seen as whole words in place; None where they must be copied."""
     per_word = 8 // dtype.itemsize
-    sizes = (left, values.shape[1], values.storage_offset(), values.stride(0) if values.shape[0] > 1 else 0)
+    sizes = (left, values.shape[1], values.storage_offset(), values.stride(0))
     if values.dtype != dtype or values.stride(1) != 1 or any(size % per_word for size in sizes):
         return None
     return (values.view(torch.int64),)
@@ -204,30 +204,37 @@ def verify(layouts: Sequence[Layout], values: Sequence[Sequence[int]], expected:
     replica and must be equal; distinct regions are disjoint and add up. Raises WeightsError that names canonical tensor,
     local tensors and ranks where replicas differ or the sum is not `expected`.
     """
-    seen: dict[str, dict[Box, tuple[int, str]]] = defaultdict(dict)
+    seen: dict[str, dict[Box, tuple[int, str, int]]] = defaultdict(dict)  # value, local tensor, rank
     for layout, sums in zip(layouts, values, strict=True):
-        named = [(local.name, piece) for local in layout.tensors for piece in local.pieces]
-        for (name, piece), value in zip(named, sums, strict=True):
-            if piece.canonical is None:
-                continue
-            where = f"{name} on rank {layout.rank}"
-            first, first_where = seen[piece.canonical].setdefault(piece.region, (value, where))
-            if first != value:
-                raise WeightsError(f"{piece.canonical}: the copies in {first_where} and in {where} ({layout.kind}) differ; "
-                                   "they must be identical. Reload the weights from a checkpoint or synchronise again")
+        if len(sums) != sum(len(local.pieces) for local in layout.tensors):
+            raise ValueError(f"{len(sums)} checksums of rank {layout.rank} do not belong to its {layout.kind} layout")
+        left = iter(sums)
+        for local in layout.tensors:
+            for piece, value in zip(local.pieces, left):
+                if piece.canonical is None:
+                    continue
+                here = (value, local.name, layout.rank)
+                first = seen[piece.canonical].setdefault(piece.region, here)
+                if first[0] != value:
+                    raise WeightsError(f"{piece.canonical}: the copies in {_where(first)} and in {_where(here)} ({layout.kind}) differ; "
+                                       "they must be identical. Reload the weights from a checkpoint or synchronise again")
     out = {}
     for canonical, regions in seen.items():
-        if first_overlap(tuple(regions)):  # a copy of part of another, which cannot be compared with it, is left aside
+        if len(regions) > 1 and first_overlap(tuple(regions)):  # a copy of part of another, which cannot be compared with it, is left aside
             regions = {region: regions[region] for region in outermost(regions)}
-        if overlap := first_overlap(tuple(regions)):
-            raise ValueError(f"{canonical}: regions {overlap[0]} and {overlap[1]} overlap without being the same; they cannot be added up")
-        out[canonical] = sum(value for value, _ in regions.values()) & MASK
+            if overlap := first_overlap(tuple(regions)):
+                raise ValueError(f"{canonical}: regions {overlap[0]} and {overlap[1]} overlap without being the same; they cannot be added up")
+        out[canonical] = sum(value for value, _, _ in regions.values()) & MASK
     if expected is not None:
-        _compare(out, expected, {c: ", ".join(where for _, where in regions.values()) for c, regions in seen.items()})
+        _compare(out, expected, seen)
     return out
 
 
-def _compare(found: Mapping[str, int], expected: Mapping[str, int], where: Mapping[str, str]) -> None:
+def _where(held: tuple[int, str, int]) -> str:
+    return f"{held[1]} on rank {held[2]}"
+
+
+def _compare(found: Mapping[str, int], expected: Mapping[str, int], seen: Mapping[str, Mapping[Box, tuple[int, str, int]]]) -> None:
     if missing := [name for name in expected if name not in found]:
         raise WeightsError(f"{missing[0]}: no rank holds it, but a checksum of it is expected ({len(missing)} such tensors)")
     wrong = [name for name, value in found.items() if expected.get(name) != value]
@@ -235,4 +242,4 @@ def _compare(found: Mapping[str, int], expected: Mapping[str, int], where: Mappi
         more = f" (and {len(wrong) - 1} more tensors: {', '.join(wrong[1:6])})" if len(wrong) > 1 else ""
         wanted = f"{expected[wrong[0]]:#018x}" if wrong[0] in expected else "none"
         raise WeightsError(f"{wrong[0]}: checksum {found[wrong[0]]:#018x} is not the expected {wanted}; "
-                           f"it is made of {where[wrong[0]]}{more}. Synchronise the weights again")
+                           f"it is made of {', '.join(map(_where, seen[wrong[0]].values()))}{more}. Synchronise the weights again")

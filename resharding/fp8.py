@@ -35,7 +35,7 @@ def block_size(quantization: Mapping[str, Any]) -> Block:
     quantisation that is not FP8 e4m3 with blocks.
     """
     method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
-    if method != "fp8" or fmt != "e4m3":
+    if method != "fp8" or fmt not in ("e4m3", "float8_e4m3fn"):
         raise UserError(f"quantization_config: quant_method {method!r} with fmt {fmt!r} is not supported; supported: 'fp8' with 'e4m3' "
                         "codes and block scales. Use a bf16 directory of the model")
     size = quantization.get("weight_block_size", BLOCK)

@@ -17,7 +17,7 @@ from resharding.hosts import hosts
 from resharding.layout import Layout, Listed, Party, check_tensors
 from resharding.plan import Blocks, Plan, make_plan
 from resharding.transform import CAST, Transform
-from resharding.transport.point_to_point import execute
+from resharding.transport import execute
 
 
 class WeightsReceiver(Protocol):
@@ -47,12 +47,15 @@ class WeightSync:
 
     def __init__(self, source: Party | Sequence[Layout], destination: Party | Sequence[Layout],
                  blocks: Mapping[str, tuple[int, ...]] | Blocks, rank: int = 0, group: dist.ProcessGroup | None = None,
-                 bucket_bytes: int = 64 << 20, transform: Transform = CAST) -> None:
+                 bucket_bytes: int = 64 << 20, transform: Transform = CAST, transport: str = "auto", checksums: bool = True) -> None:
         """Collective. `blocks`: the canonical tensors, block by block as the parties number them (or in one mapping).
+
+        `transport`: see `resharding.transport.execute`. `checksums=False` is for measuring: an engine refuses such weights.
 
         Raises CoverageError (on every rank) where the layouts do not cover the canonical tensors.
         """
         self.rank, self.group, self.bucket_bytes, self.transform = rank, group, bucket_bytes, transform
+        self.transport, self.checksums = transport, checksums
         names = [b.keys() for b in ([blocks] if isinstance(blocks, Mapping) else blocks)]
         source = Listed(source, names) if isinstance(source, Sequence) else source
         destination = Listed(destination, names) if isinstance(destination, Sequence) else destination
@@ -84,7 +87,7 @@ class WeightSync:
                     engine.commit(version, checksums)
             begun = time.perf_counter()
             with together(what, self.group):
-                if engine is not None:
+                if engine is not None and self.checksums:
                     engine.verify()
         except Exception:
             if engine is not None:  # engines that did commit must refuse like the one that could not
@@ -108,12 +111,14 @@ class WeightSync:
               weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], float]:
         """Move, and compute the checksums of the source, in which replicas (tied copies, data parallel) must agree."""
         with together(what, self.group) as step:
-            execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes, self.transform)
+            execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes, self.transform, self.transport)
             begun = time.perf_counter()
-            values = piece_checksums(self._source, source_tensors, self._dtypes) if self._source is not None else []
+            values = piece_checksums(self._source, source_tensors, self._dtypes) if self._source is not None and self.checksums else []
             seconds = time.perf_counter() - begun
             step.payload = (self.rank, values)
         begun = time.perf_counter()
+        if not self.checksums:
+            return {}, 0.0
         gathered = dict(step.payloads)
         checksums = verify(self._sources, [gathered[layout.rank] for layout in self._sources])  # the same on every rank
         return checksums, seconds + time.perf_counter() - begun

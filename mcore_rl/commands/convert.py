@@ -1,77 +1,198 @@
-"""`mcore-rl convert SRC DST`: between Hugging Face directories and Megatron checkpoints."""
+"""`mcore-rl convert SRC DST`: between Hugging Face directories, Megatron checkpoints and TensorRT-LLM's engine checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from checkpoint.hf import check_writable, export_hf
-from checkpoint.mcore import load_model, model_config_of, save_model
-from launch.local import run_local
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from checkpoint.convert import FORMS, Report, Source, check_destination, open_model, verify, write_hf, write_mcore
+from checkpoint.hf_writer import check_writable
+from checkpoint.together import on_rank_zero, rank, world_size
+from checkpoint.trtllm_engine import verify_engine, write_engine
+from checkpoint.trtllm_engine import check_writable as check_engine_writable
 from mcore_rl.cli import command
 from mcore_rl.models import parse_model
-from mcore_rl.run import World, joined, load_weights
+from mcore_rl.run import joined
 from parallel.config import ParallelConfig
 from parallel.environment import read_environment
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
-from parallel.training import build
-from resharding.layouts import mcore_layout
+from resharding.layouts.trtllm_engine import EngineMapping
+
+ENGINE = "trtllm-engine"
+# options that say something of some kinds of destination only
+_FOR = {"tp": ("mcore", ENGINE), "pp": ("mcore", ENGINE), "ep": ("mcore",), "etp": ("mcore",), "moe_tp": (ENGINE,), "moe_ep": (ENGINE,),
+        "make_vocab_size_divisible_by": ("mcore",), "format": ("mcore",), "max_shard_gb": ("hf", "mcore")}
 
 
 def add(commands: Any) -> None:
-    p = command(commands, "convert", "Convert a model between a Hugging Face directory (hf:DIR) and a Megatron checkpoint (mcore:DIR).",
+    p = command(commands, "convert",
+                "Convert a model between a Hugging Face directory (hf:DIR), a Megatron checkpoint (mcore:DIR) and TensorRT-LLM's (trtllm-engine:DIR).",
                 "mcore-rl convert hf:models/demo-warm mcore:models/demo-warm-mcore --tp 2",
-                "The Megatron checkpoint can be read under any layout; the sizes set how it is cut into files and the vocabulary padding.")
+                "One process is enough for any sizes and any model: tensors stream from files to files. Under torchrun the ranks share the work.\n"
+                "A Megatron checkpoint can be read under any layout: the sizes set how tensors are cut into chunks and the padding of the vocabulary.\n"
+                "mcore:DIR as a source may also be a directory of Megatron-LM or Megatron-Bridge, or one iteration in it.")
     p.add_argument("source", metavar="SRC", help="hf:DIR or mcore:DIR")
-    p.add_argument("destination", metavar="DST", help="mcore:DIR or hf:DIR; must not hold anything yet")
-    for name, text in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-        p.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{text}-parallel size (default 1); a plain process starts the ranks")
-    p.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the written weights (default: the source's)")
+    p.add_argument("destination", metavar="DST", help="mcore:DIR, hf:DIR or trtllm-engine:DIR; must not hold anything yet")
+    for name, text in (("tp", "tensor-parallel size"), ("pp", "pipeline-parallel size"), ("ep", "expert-parallel size"),
+                       ("etp", "tensor-parallel size of experts (default: tp)"), ("moe-tp", "engine: ranks that one expert is cut over"),
+                       ("moe-ep", "engine: ranks that experts are spread over")):
+        p.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    p.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the written weights (default: the source's)")
     p.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", help="vocabulary padding (x tp) of the Megatron model (default: 128, or the source's)")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--overwrite", action="store_true", help="replace what the destination holds")
+    p.add_argument("--format", choices=FORMS, help="whose directory mcore:DIR becomes (default mcore-rl)")
+    p.add_argument("--hf-config", metavar="DIR", help="where config.json is, for a Megatron checkpoint that does not say enough of its model")
+    p.add_argument("--without-mtp", action="store_true", help="leave out layers for multi-token prediction")
+    p.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file (default 5)")
+    p.add_argument("--verify", action="store_true", help="read what was written back and compare it bit for bit")
+    p.add_argument("--overwrite", action="store_true", help="replace the model that the destination holds")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    source, destination = parse_model(arguments.source, None), parse_model(arguments.destination, None)
-    model = _model(source)
-    parallel = ParallelConfig(tp=arguments.tp, pp=arguments.pp, ep=arguments.ep)
-    environment = read_environment()
-    ranks = environment.world_size if environment.world_size > 1 else parallel.tp * parallel.pp * parallel.ep
-    parallel.validate(ranks, model, "convert")
-    check_writable(destination[1], arguments.overwrite)
-    if environment.world_size == 1 and ranks > 1:
-        return run_local(ranks, sys.argv[1:])
-    if arguments.make_vocab_size_divisible_by is not None:
-        if arguments.make_vocab_size_divisible_by < 1:
-            raise UserError(f"--make-vocab-size-divisible-by is {arguments.make_vocab_size_divisible_by}; it must be at least 1")
-        model = model.with_options(make_vocab_size_divisible_by=arguments.make_vocab_size_divisible_by)
-    with joined(arguments.device) as world:
-        _convert(source, destination, model, parallel, arguments.dtype or model.dtype, arguments.overwrite, world)
-        if world.rank == 0:
-            print(f"{arguments.source} converted to {arguments.destination}", flush=True)
+    source, destination = parse_model(arguments.source, None), _target(arguments.destination)
+    _check_options(arguments, source[0], destination[0])
+    if destination[1].absolute().resolve() == source[1].absolute().resolve():
+        raise UserError(f"source and destination are the same directory {str(source[1])!r}")
+    with contextlib.ExitStack() as stack:
+        if read_environment().world_size > 1:
+            stack.enter_context(joined("cpu"))
+        stack.enter_context(_interrupted_by_sigterm())
+        opened = stack.enter_context(open_model(*source, arguments.hf_config, arguments.without_mtp))
+        started = time.perf_counter()
+        write = _writer(arguments, opened, destination)
+        with _progress("writing") as report:
+            write(report)
+        if arguments.verify:
+            with _progress("verifying") as report:
+                _verify(arguments, opened, destination, report)
+        if rank() == 0:
+            seconds = time.perf_counter() - started
+            print(f"{arguments.source} converted to {arguments.destination}" + (" and verified" if arguments.verify else "")
+                  + f" ({opened.layout.nbytes / 1e9:.2f} GB in {seconds:.1f} s)", flush=True)
     return 0
 
 
-def _model(source: tuple[str, Path]) -> ModelConfig:
-    kind, directory = source
-    return ModelConfig.from_directory(directory) if kind == "hf" else model_config_of(directory)
+def _target(name: str) -> tuple[str, Path]:
+    if name.startswith(ENGINE + ":"):
+        return ENGINE, Path(name.removeprefix(ENGINE + ":"))
+    return parse_model(name, None)
 
 
-def _convert(source: tuple[str, Path], destination: tuple[str, Path], model: ModelConfig, parallel: ParallelConfig, dtype: str,
-             overwrite: bool, world: World) -> None:
-    training = build(model, parallel, dtype, world.device, world.rank, world.size, 0, layer_implementation="torch")
-    companions = source[1]
-    if source[0] == "hf":
-        load_weights(training, source[1], world)
-    else:
-        load_model(source[1], training)
-        companions = source[1] / "hf"
-    if destination[0] == "mcore":
-        save_model(destination[1], training, companions, overwrite)
+def _check_options(arguments: argparse.Namespace, source: str, destination: str) -> None:
+    """Refuse options that would do nothing, and sizes that are none."""
+    for name, kinds in _FOR.items():
+        value = getattr(arguments, name)
+        flag = "--" + name.replace("_", "-")
+        if value is not None and destination not in kinds:
+            raise UserError(f"{flag} says nothing of a destination {destination}:DIR; it is for {' and '.join(k + ':DIR' for k in kinds)}: leave it out")
+        if isinstance(value, (int, float)) and value <= 0 or isinstance(value, int) and value < 1:
+            raise UserError(f"{flag} is {value}; it must be at least 1" if isinstance(value, int) else f"{flag} is {value}; it must be more than 0")
+    if arguments.hf_config is not None and source != "mcore":
+        raise UserError("--hf-config is for a source mcore:DIR; a Hugging Face directory has its own config.json")
+
+
+def _writer(arguments: argparse.Namespace, source: Source, destination: tuple[str, Path]) -> Callable[[Report], None]:
+    """What writes the destination; everything that can be refused is refused here."""
+    kind, directory = destination
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    size = int(arguments.max_shard_gb * 1e9) if arguments.max_shard_gb else 5 << 30
+    if kind == "hf":
+        on_rank_zero(lambda: check_writable(directory, arguments.overwrite), f"writing {directory}")
+        return lambda report: write_hf(source, directory, dtype, arguments.overwrite, size, report)
+    if kind == "mcore":
+        on_rank_zero(lambda: check_destination(directory, arguments.overwrite), f"writing {directory}")
+        parallel = _parallel(arguments, source.model)
+        return lambda report: write_mcore(source, directory, parallel, dtype, arguments.format or "mcore-rl", arguments.overwrite,
+                                          arguments.make_vocab_size_divisible_by, size, report)
+    mapping = _mapping(arguments)
+    mapping.check(source.model)
+    on_rank_zero(lambda: check_engine_writable(directory, arguments.overwrite), f"writing {directory}")
+    return lambda report: on_rank_zero(lambda: write_engine(directory, source.files, source.layout, source.model, mapping, dtype or source.dtype,
+                                                            arguments.overwrite, _adding(report, source)), f"writing {directory}")
+
+
+def _mapping(arguments: argparse.Namespace) -> EngineMapping:
+    return EngineMapping(arguments.tp or 1, arguments.pp or 1, arguments.moe_tp, arguments.moe_ep)
+
+
+def _adding(report: Report, source: Source) -> Callable[[int], None]:
+    done = 0
+
+    def add_bytes(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, max(done, source.layout.nbytes))
+
+    return add_bytes
+
+
+def _parallel(arguments: argparse.Namespace, model: ModelConfig) -> ParallelConfig:
+    """The sizes, checked against the model. Stages need not be even: every layer is a chunk of its own."""
+    tp, ep, pp = arguments.tp or 1, arguments.ep or 1, arguments.pp or 1
+    etp = arguments.etp or (1 if model.moe is not None and model.moe.expert_bias else None)
+    if pp > model.num_layers:
+        raise UserError(f"--pp is {pp}; the model has {model.num_layers} layers, so it may be at most that")
+    ParallelConfig(tp=tp, ep=ep, etp=etp, sequence_parallel=tp > 1).validate(math.lcm(tp, (etp or tp) * ep), model, "convert")
+    return ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp, sequence_parallel=tp > 1)
+
+
+def _verify(arguments: argparse.Namespace, source: Source, destination: tuple[str, Path], report: Report) -> None:
+    kind, directory = destination
+    if kind == ENGINE:
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else source.dtype
+        on_rank_zero(lambda: verify_engine(directory, source.files, source.layout, source.model, _mapping(arguments), dtype), f"verifying {directory}")
         return
-    layouts = [mcore_layout(model, parallel, r, world.size, training.dtype, training.names) for r in range(world.size)]
-    export_hf(destination[1], layouts, training.tensors, model, training.dtype, companions, world.rank, overwrite=overwrite)
+    with open_model(kind, directory) as written:
+        verify(source, written, report)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends as Ctrl-C does: what is half written is removed."""
+    if threading.current_thread() is not threading.main_thread() or world_size() > 1:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _progress(doing: str) -> Iterator[Report]:
+    """A bar on a terminal; elsewhere a line now and then. Only rank 0 shows its share."""
+    console = Console(stderr=True, highlight=False)
+    if rank() != 0 or not console.is_terminal:
+        yield _lines(doing, console) if rank() == 0 else lambda done, total: None
+        return
+    with Progress(TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(doing: str, console: Console, seconds: float = 10.0) -> Report:
+    last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            console.print(f"{doing}: {done / 1e9:.1f} of {total / 1e9:.1f} GB ({100 * done // max(total, 1)} %)", markup=False)
+
+    return line

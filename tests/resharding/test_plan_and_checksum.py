@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,23 +103,69 @@ def sums(dtype: torch.dtype = F32) -> tuple[dict[str, torch.Tensor], dict[str, i
     return full, verify([layout], [piece_checksums(layout, full, dtype)]), layout
 
 
-def test_the_checksum_is_the_sum_its_docstring_states() -> None:
-    """Against plain Python integers: splitmix64 weights, bits of the fp32 value, modulo 2^64."""
-    mask = (1 << 64) - 1
+def weights_by_hand(stream: int, count: int) -> np.ndarray:
+    """splitmix64 in unsigned arithmetic, which numpy does modulo 2^64."""
+    x = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return (x ^ x >> np.uint64(31)) | np.uint64(1)
 
-    def weight(dim: int, i: int) -> int:
-        x = (i + 1 + (dim << 40)) * 0x9E3779B97F4A7C15 & mask
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        return (x ^ x >> 31) | 1
 
-    full, found, _ = sums()
-    for name in ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"):
-        bits = full[name].view(torch.int32)
-        rows = bits.reshape(bits.shape[0], -1).tolist()
-        two_dimensional = bits.dim() == 2
-        total = sum(b * weight(0, r) * (weight(1, c) if two_dimensional else 1) for r, row in enumerate(rows) for c, b in enumerate(row))
-        assert found[name] == total & mask
+def checksum_by_hand(full: torch.Tensor) -> int:
+    """The docstring's sum, word by word: rows of little-endian 64-bit words, the last of each filled up with zeros."""
+    array = full.contiguous().view(torch.uint8).numpy()
+    rows = array.reshape(-1, array.shape[-1])
+    words = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8))).view("<u8")
+    leading = full.shape[:-2] if full.dim() > 1 else ()
+    row = np.arange(len(words)) % (full.shape[-2] if full.dim() > 1 else 1)
+    weight = weights_by_hand(1, words.shape[1] // 64 + 1)[np.arange(words.shape[1]) // 64][None].repeat(len(words), 0)
+    weight[row % 64 == 0] += np.uint64(2) * weights_by_hand(0, words.shape[1])
+    weight *= weights_by_hand(2, row.max() + 1)[row][:, None]
+    for dim, index in enumerate(np.unravel_index(np.arange(len(words)) // (row.max() + 1), leading) if leading else ()):
+        weight *= weights_by_hand(2 + len(leading) - dim, leading[dim])[index][:, None]
+    return int((words * weight).sum(dtype=np.uint64))
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(200, 1024), (130, 96), (65, 530), (3, 1), (4099,), (7,), (3, 70, 65), (2, 2, 66, 8)])
+def test_the_checksum_is_the_sum_its_docstring_states(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert int(region_checksum(x, tuple((0, n) for n in shape), dtype)) % 2 ** 64 == checksum_by_hand(x)
+
+
+def memory(values: torch.Tensor, how: str) -> torch.Tensor:
+    """The same values laid out in memory in another way."""
+    if how == "transposed":
+        return values.T.contiguous().T
+    wide = torch.zeros(values.shape[0], values.shape[1] + 7, dtype=values.dtype)
+    start = {"odd start": 3, "odd stride": 0}.get(how)
+    if start is None:
+        return values.clone()
+    wide[:, start:start + values.shape[1]] = values
+    return wide[:, start:start + values.shape[1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_cut_adds_up_to_the_whole(data: st.DataObject) -> None:
+    """Cuts anywhere, in parts that lie in memory anyhow and may be held in a wider dtype than they arrive in."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    per_block = 512 // dtype.itemsize
+    shape = data.draw(st.tuples(st.integers(1, 140), st.integers(1, 3 * per_block)))
+    held = data.draw(st.sampled_from([dtype, torch.float32]))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(held)
+    grain = data.draw(st.sampled_from([1, per_block // 64, per_block // 4, per_block]))
+    cuts = [sorted({0, n, *(data.draw(st.lists(st.integers(0, n // g), max_size=3).map(lambda c, g=g: [g * i for i in c])))})
+            for n, g in zip(shape, (1, grain))]
+    total = 0
+    for rows in zip(cuts[0], cuts[0][1:]):
+        for columns in zip(cuts[1], cuts[1][1:]):
+            part = memory(x[slice(*rows), slice(*columns)], data.draw(st.sampled_from(["plain", "transposed", "odd start", "odd stride"])))
+            total += int(region_checksum(part, (rows, columns), dtype))
+    assert total % 2 ** 64 == checksum_by_hand(x.to(dtype))
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,6 +195,14 @@ def test_swapped_rows_columns_shards_and_tensors_are_found() -> None:
             verify([layout], [piece_checksums(layout, {**full, name: tensor})], expected)
 
 
+def test_checksums_of_another_layout_are_refused() -> None:
+    full, _, layout = sums()
+    values = piece_checksums(layout, full)
+    for wrong in (values[:-1], [*values, 0]):
+        with pytest.raises(ValueError, match="checksums of rank 0 do not belong to its hf layout"):
+            verify([layout], [wrong])
+
+
 def test_padding_does_not_count() -> None:
     _, expected, _ = sums()
     layouts = engine(2)
@@ -165,11 +220,71 @@ def test_the_checksum_is_of_the_values_after_the_cast_and_changes_nothing(dtype:
     assert all(torch.equal(before[name].view(torch.uint8), cast[name].view(torch.uint8)) for name in cast)
 
 
+def moved(x: torch.Tensor, dim: int, a: int, b: int, width: int) -> torch.Tensor:
+    """`x` with [a, a + width) and [b, b + width) of one dimension swapped."""
+    out = x.clone()
+    out.narrow(dim, a, width).copy_(x.narrow(dim, b, width))
+    out.narrow(dim, b, width).copy_(x.narrow(dim, a, width))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_in_another_place_is_noticed(data: st.DataObject) -> None:
+    """Rows, shards of rows, heads and single columns of a matrix, blocks of 512 bytes of a single row."""
+    x = torch.randn(140, 1024, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    region = ((0, 140), (0, 1024))
+    what = data.draw(st.sampled_from(["rows", "columns", "blocks of a row"]))
+    if what == "blocks of a row":
+        row = data.draw(st.integers(0, 139))
+        a, b = sorted(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True)))
+        changed = x.clone()
+        changed[row] = moved(x[row:row + 1], 1, a * 256, b * 256, 256)[0]
+    else:
+        dim, size = (0, 140) if what == "rows" else (1, 1024)
+        width = data.draw(st.sampled_from([1, 2, 32, 64]))
+        a = data.draw(st.integers(0, size - 2 * width))
+        changed = moved(x, dim, a, data.draw(st.integers(a + width, size - width)), width)
+    assert int(region_checksum(changed, region, x.dtype)) != int(region_checksum(x, region, x.dtype))
+
+
+def test_what_the_docstring_says_goes_unnoticed_does() -> None:
+    """A test of the docstring, not a wish: words inside one block of a row that is not a multiple of 64, and top bits."""
+    x = torch.randn(140, 1024, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    for row, noticed in ((63, False), (64, True), (65, False)):
+        changed = x.clone()
+        changed[row] = moved(x[row:row + 1], 1, 8, 100, 4)[0]
+        assert (int(region_checksum(changed, ((0, 140), (0, 1024)), x.dtype)) != int(region_checksum(x, ((0, 140), (0, 1024)), x.dtype))) is noticed
+    signs = torch.ones(64, 8)
+    signs[0, 1] = -1
+    other = torch.ones(64, 8)
+    other[5, 3] = -1
+    assert int(region_checksum(signs, ((0, 64), (0, 8)), F32)) == int(region_checksum(other, ((0, 64), (0, 8)), F32))
+
+
+def test_swapped_experts_and_shards_of_an_engine_are_found() -> None:
+    model = tiny("qwen3_moe")
+    full = canonical_tensors(model)
+    hf = hf_layout(model, F32)
+    expected = verify([hf], [piece_checksums(hf, full)])
+    layouts = [trtllm_layout(model, 2, t, t, F32) for t in range(2)]
+    held = [trtllm_shard(full, model, 2, t) for t in range(2)]
+    assert verify(layouts, [piece_checksums(x, t) for x, t in zip(layouts, held)], expected) == expected
+    for name in ("w3_w1_weight", "w2_weight"):
+        key = f"model.layers.1.mlp.experts.{name}"
+        with pytest.raises(WeightsError, match=r"layers.1.mlp.experts.[12]"):
+            permuted = {**held[0], key: held[0][key][[0, 2, 1, 3]]}
+            verify(layouts, [piece_checksums(layouts[0], permuted), piece_checksums(layouts[1], held[1])], expected)
+        with pytest.raises(WeightsError, match=r"layers.1.mlp.experts.0"):
+            swapped = [{**t, key: other[key]} for t, other in zip(held, held[::-1])]
+            verify(layouts, [piece_checksums(x, t) for x, t in zip(layouts, swapped)], expected)
+
+
 def test_large_tensors_in_many_chunks_have_the_sum_of_their_parts() -> None:
-    x = torch.randn(3000, 1000)
-    parts = [((0, 1700), (0, 1000)), ((1700, 3000), (0, 3)), ((1700, 3000), (3, 1000))]
-    total = sum(int(region_checksum(x[tuple(slice(*p) for p in box)], box, F32)) for box in parts)
-    assert (total - int(region_checksum(x, ((0, 3000), (0, 1000)), F32))) % (1 << 64) == 0
+    x = torch.randn(3000, 1001)
+    parts = [((0, 1700), (0, 1001)), ((1700, 3000), (0, 3)), ((1700, 3000), (3, 1001))]
+    total = sum(int(region_checksum(x[tuple(slice(*p) for p in box)], box, torch.bfloat16)) for box in parts)
+    assert total % 2 ** 64 == checksum_by_hand(x.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=2, vpp=2), ParallelConfig(tp=2, pp=2)])

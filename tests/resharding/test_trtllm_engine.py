@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from checkpoint.hf_files import HFFiles
 from checkpoint.trtllm_engine import EngineWriter, engine_config, verify_engine, write_engine
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
@@ -160,6 +161,27 @@ def test_the_directory_holds_every_rank_and_reads_back(tmp_path: Path, family: s
     verify_engine(tmp_path / "engine", full, hf_layout(model, F32, experts="split"), model, mapping, torch.bfloat16)
 
 
+def test_files_become_a_checkpoint_without_ranks(tmp_path: Path) -> None:
+    """Mixtral in two shards of bfloat16 as published, read through the files' own layout."""
+    config = dict(model_type="mixtral", hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  vocab_size=13, num_local_experts=4, rms_norm_eps=1e-5, rope_theta=1e6, dtype="bfloat16")
+    model = ModelConfig.from_hf(config)
+    full = canonical_tensors(model, torch.bfloat16)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    weight_map = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(full)}
+    (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for file in set(weight_map.values()):
+        save_file({name: t for name, t in full.items() if weight_map[name] == file}, tmp_path / "hf" / file)
+    told: list[tuple[int, int]] = []
+    with HFFiles(tmp_path / "hf") as files:
+        write_engine(tmp_path / "engine", files, files.check(model), model, EngineMapping(tp=2), torch.bfloat16, report=lambda *at: told.append(at))
+        verify_engine(tmp_path / "engine", files, files.check(model), model, EngineMapping(tp=2), torch.bfloat16)
+    for rank in range(2):
+        assert_same(load_file(tmp_path / "engine" / f"rank{rank}.safetensors"), engine_shard(full, model, 2, 1, rank, torch.bfloat16))
+    assert told == sorted(told) and told[-1][0] == told[-1][1]
+
+
 def test_the_config_says_what_the_builder_reads(tmp_path: Path) -> None:
     written(tmp_path / "engine", "qwen2_moe", EngineMapping(tp=4, pp=2, moe_ep=2))
     found = json.loads((tmp_path / "engine/config.json").read_text())
@@ -217,6 +239,8 @@ def test_what_is_there_is_replaced_only_on_request_and_only_where_it_is_such_a_c
     (tmp_path / "engine/thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="holds thesis.tex, not part of a TensorRT-LLM checkpoint"):
         written(tmp_path / "engine", "llama", EngineMapping(), overwrite=True)
+    with pytest.raises(UserError, match="thesis.tex' is a file"):
+        written(tmp_path / "engine/thesis.tex/engine", "llama", EngineMapping())
     assert (tmp_path / "engine/thesis.tex").exists() and [p.name for p in tmp_path.iterdir()] == ["engine"]
 
 
