@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoint.block_fp8 import SCALE
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.errors import listed
+from resharding.fp8 import E4M3, SUFFIX, check_scale
 from resharding.layout import Layout, LocalTensor
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r"\.(layers|experts)\.(\d+)\.")
 
 
 def check(files: HFFiles, model: ModelConfig, without_mtp: bool = False) -> Layout:
-    """The layout of the files: see `HFFiles.check`. Raises UserError that names tensors which are missing, unknown, misshapen or of a dtype that is not read.
+    """The layout of the files: see `HFFiles.check`. Raises UserError that names tensors which are missing, unknown or misshapen.
 
     A tied model whose files carry an `lm_head.weight` uses the embedding, as its config says; a warning is logged where the two
     differ. Layers for multi-token prediction are refused unless `without_mtp` leaves them out, with a warning.
@@ -81,7 +81,7 @@ def _without_mtp(extra: list[str], model: ModelConfig, where: str, without_mtp: 
     layers = ", ".join(f"{prefix}*" for prefix in prefixes)
     if not without_mtp:
         raise UserError(f"{where} holds layers for multi-token prediction ({layers}; num_nextn_predict_layers {count}), which are not built; "
-                        "leave them out with without_mtp (--without-mtp)")
+                        "leave them out: mcore-rl convert --without-mtp")
     logger.warning("%s: the layers for multi-token prediction (%s, %d tensors) are left out", where, layers, len(found))
     return [name for name in extra if not name.startswith(prefixes)]
 
@@ -90,7 +90,7 @@ def _check_tensor(files: HFFiles, local: LocalTensor, where: str) -> None:
     _, entry = files.entries[local.name]
     if entry.shape != local.shape:
         raise UserError(f"{where}: {local.name} has shape {entry.shape}, config.json asks for {local.shape}; one of the two is wrong")
-    if entry.dtype == torch.float8_e4m3fn:
+    if entry.dtype == E4M3:
         _check_scales(files, local.name, where)
     elif entry.dtype not in FLOATS:
         raise UserError(f"{where}: {local.name} has dtype {entry.code}; supported: F64, F32, F16, BF16, and F8_E4M3 with block scales")
@@ -99,15 +99,13 @@ def _check_tensor(files: HFFiles, local: LocalTensor, where: str) -> None:
 def _check_scales(files: HFFiles, name: str, where: str) -> None:
     if files.quantization is None:
         raise UserError(f"{where}: {name} is FP8 (F8_E4M3), but config.json has no quantization_config with weight_block_size; add it")
-    scale, block = name + SCALE, list(files.quantization.block)
-    if scale not in files.entries:
-        raise UserError(f"{where}: {name} is FP8 and its scales {scale} are missing; download the directory again")
-    entry, shape = files.entries[scale][1], files.entries[name][1].shape
-    expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block)))
-    if len(shape) < 2 or entry.shape != expected:
-        raise UserError(f"{where}: the scales {scale} of {name} {shape} have shape {entry.shape}; weight_block_size {block} asks for {expected}")
-    if entry.dtype not in FLOATS:
-        raise UserError(f"{where}: the scales {scale} of {name} have dtype {entry.code}; supported: F64, F32, F16, BF16")
+    shape, scale = files.entries[name][1].shape, files.entries.get(name + SUFFIX)
+    try:
+        check_scale(name, shape, scale and scale[1].shape, files.quantization.block)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if scale and scale[1].dtype not in FLOATS:
+        raise UserError(f"{where}: {name}{SUFFIX}, the scale of {name}, has dtype {scale[1].code}; supported: F64, F32, F16, BF16")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.block_fp8 import SCALE, BlockQuantised
+from checkpoint.block_fp8 import BlockQuantised
 from checkpoint.hf_check import check
 from checkpoint.safetensors_format import Entry, read_header
 from parallel.errors import UserError
@@ -19,6 +19,7 @@ from parallel.families import FAMILIES
 from parallel.model_config import ModelConfig
 from parallel.quantization import BlockFP8, read_quantization
 from resharding.errors import listed
+from resharding.fp8 import E4M3, SUFFIX
 from resharding.layout import Layout, LocalTensor, parameters_of
 from resharding.layouts import hf_layout
 
@@ -34,21 +35,21 @@ class HFFiles(Mapping[str, Any]):
     """The tensors of a HF directory by the names in its files. A context manager.
 
     A value is a tensor over the mapped file (no copy; never write to it) or, of a block-quantised FP8 tensor, something that
-    gives float32 values when sliced: code x scale. `layout(model)` says which canonical tensor sits where in which of them.
+    gives values when sliced: code x scale, in `fp8_values`. `layout(model)` says which canonical tensor sits where in which.
     Pages are given back as more tensors are taken, so resident memory is bounded by about the largest tensor + 256 MB.
     Raises UserError for a directory that does not exist, is half written, or is quantised in another way.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, fp8_values: torch.dtype = torch.float32) -> None:
+        self.directory, self.fp8_values = Path(directory), fp8_values
         self.quantization = _read_quantization(self.directory)
         self.entries: dict[str, tuple[str, Entry]] = _find(self.directory)
         self._maps: dict[str, mmap.mmap] = {}
         self._bytes: dict[str, Tensor] = {}
         self._taken: list[tuple[str, Entry]] = []
         self._resident = 0
-        self._codes = {name for name, (_, e) in self.entries.items() if e.dtype == torch.float8_e4m3fn}
-        self._scales = {name + SCALE for name in self._codes}
+        self._codes = {name for name, (_, e) in self.entries.items() if e.dtype == E4M3}
+        self._scales = {name + SUFFIX for name in self._codes}
 
     def layout(self, model: ModelConfig, rank: int = 0) -> Layout:
         """The files' own layout: split, fused or transposed experts, each tensor in the dtype that it is stored in.
@@ -83,7 +84,7 @@ class HFFiles(Mapping[str, Any]):
         """Codes, scales and block size of an FP8 tensor; None for any other."""
         if name not in self._codes or self.quantization is None:
             return None
-        return BlockQuantised(self.stored(name), self.stored(name + SCALE), self.quantization.block)
+        return BlockQuantised(self.stored(name), self.stored(name + SUFFIX), self.quantization.block, self.fp8_values)
 
     def stored(self, name: str) -> Tensor:
         """The bytes of a tensor as they are in its file, also those of scales."""

@@ -180,7 +180,8 @@ class HFWriter:
                 position = max(position, stop)
             if position < (local.shape[0] if local.shape else 1) or not regions[local.name]:
                 absent.append(local.name)
-        problems = [f"{what} {listed(names)}" for what, names in (("were not written whole:", absent), ("were written more than once:", twice)) if names]
+        found = (("were not written whole:", absent), ("were written more than once:", twice))
+        problems = [f"{what} {listed(names)}" for what, names in found if names]
         if problems:
             raise WeightsError(f"cannot publish {str(self.directory)!r}: tensors " + "; ".join(problems))
 

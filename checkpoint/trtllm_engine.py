@@ -116,7 +116,7 @@ class EngineWriter:
             self._temporary.mkdir(parents=True)
             for layout in self.layouts:
                 head, places = make_header((t.name, t.shape, t.dtype) for t in layout.tensors)
-                handle = os.open(self._temporary / f"rank{layout.rank}.safetensors", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                handle = os.open(self._temporary / f"rank{layout.rank}.safetensors", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 self._files[layout.rank] = handle, places
                 os.ftruncate(handle, file_size(head, places))
                 _write_at(handle, head, 0)

@@ -15,6 +15,7 @@ from parallel.training import TrainingModel
 from resharding.layout import canonical_blocks
 from resharding.layouts import mcore_party, trtllm_party
 from resharding.sync import SyncReport, WeightSync
+from trtllm_rollout.embedded.decoder import check_decodable
 from trtllm_rollout.embedded.engine import EmbeddedEngine
 from trtllm_rollout.protocol import Completion, Request
 
@@ -28,8 +29,9 @@ def check_engine_world(tp: int, world_size: int) -> None:
 
 
 def check_engine_size(tp: int, world_size: int, model: ModelConfig) -> None:
-    """Refuse an engine size that does not fit world or model. Raises UserError."""
+    """Refuse an engine size that does not fit world or model, and a model that the engine cannot run. Raises UserError."""
     check_engine_world(tp, world_size)
+    check_decodable(model)
     for name, size in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
         if size % tp:
             raise UserError(f"rollout.tp is {tp}, which does not divide {name} {size} of the model; choose a divisor of it")

@@ -34,10 +34,16 @@ class Router(TopKRouter):
 
 
 class BiasedRowLinear(RowParallelLinear):
-    """The down-projection of experts with biases: its output is a tensor of its own.
+    """The down-projection of experts with biases, at etp 1.
 
-    Megatron's MLP adds an expert's bias in place, which autograd refuses on what RowParallelLinear returns: its input, aliased.
+    Megatron's MLP adds an expert's bias in place, which autograd refuses on what RowParallelLinear returns, its input aliased: here
+    the output is a tensor of its own. And RowParallelLinear marks its bias as replicated over tp under sequence parallelism, so
+    that the gradients of different experts, which tp ranks hold at etp 1, would be summed: here it is not marked.
     """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.bias.sequence_parallel = False
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)

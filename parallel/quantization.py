@@ -24,7 +24,8 @@ class BlockFP8:
 def read_quantization(hf: dict[str, Any]) -> BlockFP8 | None:
     """How the files of a config.json are quantised; None where they are not.
 
-    Raises UserError that names the method for anything but block FP8. The block size is never guessed from shapes.
+    Raises UserError that names the method for anything but block FP8. A block size that is not there is 128 x 128, as in
+    transformers' FineGrainedFP8Config; it is never guessed from shapes.
     """
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config:
@@ -38,9 +39,9 @@ def read_quantization(hf: dict[str, Any]) -> BlockFP8 | None:
         raise UserError(f"{where}: FP8 format {config['fmt']!r} is not supported; supported: {', '.join(FORMATS)}")
     if config.get("activation_scheme", "dynamic") != "dynamic":
         raise UserError(f"{where}: FP8 with activation_scheme {config['activation_scheme']!r} is not supported; {INSTEAD}")
-    block = config.get("weight_block_size")
+    block = config.get("weight_block_size", [128, 128])
     if not block:
-        raise UserError(f"{where}: FP8 without weight_block_size (one scale per tensor) is not supported; {INSTEAD}")
+        raise UserError(f"{where}: FP8 with weight_block_size {block} (one scale per tensor) is not supported; {INSTEAD}")
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise UserError(f"{where}: weight_block_size {block!r} must be two positive numbers, e.g. [128, 128]")
     return BlockFP8((block[0], block[1]))
@@ -49,4 +50,5 @@ def read_quantization(hf: dict[str, Any]) -> BlockFP8 | None:
 def _unnamed(config: dict[str, Any]) -> str:
     """What to call a method that does not name itself, as modelopt's."""
     producer = config.get("producer") or {}
-    return " ".join(str(word) for word in (producer.get("name"), config.get("quant_algo") or config.get("format")) if word) or "without a quant_method"
+    words = (producer.get("name"), config.get("quant_algo") or config.get("format"))
+    return " ".join(str(word) for word in words if word) or "without a quant_method"

@@ -103,8 +103,9 @@ def region_checksum(values: torch.Tensor, region: Box, dtype: torch.dtype) -> to
     if first == last or left == right:
         return total
     per_word = 8 // dtype.itemsize
-    if words := _words(values, left, dtype):
-        return _rows_checksum(words[0], first, left // per_word)
+    words = _words(values, left, dtype)
+    if words is not None:
+        return _rows_checksum(words, first, left // per_word)
     lead, count = left % per_word, -(-right // per_word) - left // per_word
     rows = max(1, CHUNK // values.shape[1])
     buffer = torch.zeros(min(rows, values.shape[0]), count * per_word, dtype=dtype, device=values.device)
@@ -115,13 +116,13 @@ def region_checksum(values: torch.Tensor, region: Box, dtype: torch.dtype) -> to
     return total
 
 
-def _words(values: torch.Tensor, left: int, dtype: torch.dtype) -> tuple[torch.Tensor] | None:
+def _words(values: torch.Tensor, left: int, dtype: torch.dtype) -> torch.Tensor | None:
     """`values` [rows, columns] from canonical column `left` on, seen as whole words in place; None where they must be copied."""
     per_word = 8 // dtype.itemsize
     sizes = (left, values.shape[1], values.storage_offset(), values.stride(0))
     if values.dtype != dtype or values.stride(1) != 1 or any(size % per_word for size in sizes):
         return None
-    return (values.view(torch.int64),)
+    return values.view(torch.int64)
 
 
 def _rows_checksum(words: torch.Tensor, first: int, left: int) -> torch.Tensor:

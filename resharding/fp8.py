@@ -13,6 +13,7 @@ Functions on a *region* take part of a canonical tensor, wherever it is cut, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -113,8 +114,32 @@ def dequantise_region(codes: torch.Tensor, scale_grid: torch.Tensor, region: Box
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     (top, bottom), (left, right) = touched(region, block)
     for rows, part, factors in _scaled(codes, scale_grid[top:bottom, left:right], region, block):
-        out[rows].copy_(part.to(torch.float32).mul_(factors))
+        out[rows].copy_(_decoded(part).mul_(factors))
     return out
+
+
+def _decoded(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as float32. By table on CPU, where torch's conversion takes two to three times as long."""
+    if codes.device.type != "cpu":
+        return codes.to(torch.float32)
+    return _table().index_select(0, codes.contiguous().view(torch.uint8).view(-1).int()).view(codes.shape)
+
+
+@lru_cache(maxsize=1)
+def _table() -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float32)
+
+
+def decoded(codes: torch.Tensor) -> torch.Tensor:
+    """The values of e4m3 codes in float32, bit for bit those of `codes.to(torch.float32)`, which is 8 times slower on a CPU.
+
+    A code's bits, moved up by 7 under its sign, are a float16 of 1/256 of its value: the exponents' biases are 7 and 15, and subnormal
+    codes become subnormal numbers. Only NaN would come out as 480.
+    """
+    if codes.device.type != "cpu" or not codes.numel() or int((codes.view(torch.uint8) & 0x7F).max()) == 0x7F:
+        return codes.to(torch.float32)
+    moved = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended into bit 14
+    return moved.view(torch.float16).to(torch.float32).mul_(256)
 
 
 def check_scale(name: str, shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block: Block = BLOCK) -> None:

@@ -112,7 +112,8 @@ class Fp8Source:
         tensor = source[copy.src_tensor]
         if copy.dtype != E4M3 or tensor.dtype == E4M3:
             return CAST.read(copy, source)
-        return quantise_region(copy.src_view.of(tensor)[slices(copy.src_box)], self._grid(copy.canonical, copy.region), copy.region, self._block)
+        part = copy.src_view.of(tensor.detach())[slices(copy.src_box)]
+        return quantise_region(part, self._grid(copy.canonical, copy.region), copy.region, self._block)
 
     def _grid(self, canonical: str, region: Box) -> torch.Tensor:
         """This rank's scales of the blocks that a region touches. Raises WeightsError where it has none."""

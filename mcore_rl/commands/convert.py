@@ -19,8 +19,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from checkpoint.convert import FORMS, Report, Source, check_destination, open_model, verify, write_hf, write_mcore
 from checkpoint.hf_writer import check_writable
 from checkpoint.together import on_rank_zero, rank, world_size
-from checkpoint.trtllm_engine import verify_engine, write_engine
 from checkpoint.trtllm_engine import check_writable as check_engine_writable
+from checkpoint.trtllm_engine import verify_engine, write_engine
 from mcore_rl.cli import command
 from mcore_rl.models import parse_model
 from mcore_rl.run import joined
@@ -119,22 +119,11 @@ def _writer(arguments: argparse.Namespace, source: Source, destination: tuple[st
     mapping.check(source.model)
     on_rank_zero(lambda: check_engine_writable(directory, arguments.overwrite), f"writing {directory}")
     return lambda report: on_rank_zero(lambda: write_engine(directory, source.files, source.layout, source.model, mapping, dtype or source.dtype,
-                                                            arguments.overwrite, _adding(report, source)), f"writing {directory}")
+                                                            arguments.overwrite, report), f"writing {directory}")
 
 
 def _mapping(arguments: argparse.Namespace) -> EngineMapping:
     return EngineMapping(arguments.tp or 1, arguments.pp or 1, arguments.moe_tp, arguments.moe_ep)
-
-
-def _adding(report: Report, source: Source) -> Callable[[int], None]:
-    done = 0
-
-    def add_bytes(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        report(done, max(done, source.layout.nbytes))
-
-    return add_bytes
 
 
 def _parallel(arguments: argparse.Namespace, model: ModelConfig) -> ParallelConfig:

@@ -112,7 +112,8 @@ def open_run(config: Config, world: World, directory: Path) -> Run:
     """Check everything that can be checked without weights, then build the roles. Raises UserError."""
     model = ModelConfig.from_directory(config.model.path, make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by)
     config.actor.parallel.validate(world.size, model)
-    check_engine_size(config.rollout.tp, world.size, model)
+    if config.rollout.replay is None or config.evaluation.every:
+        check_engine_size(config.rollout.tp, world.size, model)
     tokenizer = load_tokenizer(config.model.path)
     rows, report = load_rows(config.data, tokenizer)
     check_answers(config.reward, rows)

@@ -32,9 +32,9 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
             pairs: Pairs | None = None) -> MoveReport:
     """Run the plan on `rank`; at its first use on a group every rank of it must call this (see `peers.meet`).
 
-    `pairs`: only these (source, destination) ranks. Tensors are on the ranks' current GPUs. Handles are exchanged once for a plan and
-    the storages of its source; the sender's stream is finished before others read, and the sender returns when they have read. Casts
-    happen at the source. A rank that fails keeps the protocol and raises at the end. Raises WeightsError where a rank does not see
+    `pairs`: only these (source, destination) ranks. Tensors are on the ranks' current GPUs. Where parts lie is told once for a plan and
+    the addresses of its source, handles each time. The sender's stream is finished before others read, and the sender returns when
+    they have read. Casts happen at the source. A rank that fails keeps the protocol and raises at the end. Raises WeightsError where a rank does not see
     the other's GPU. Not run on a GPU yet.
     """
     peers = meet(group)
@@ -63,9 +63,13 @@ def open_handle(handle: Any) -> torch.Tensor:
 
 
 class CudaIpc:
-    """See `same_host.Memory`. A storage is shared as its IPC handle."""
+    """See `same_host.Memory`. A storage is shared as its IPC handle, for one execution.
 
-    name = "cuda_ipc"
+    A mapping that lasted would keep the weights of a trainer that moves them off the GPU until the next sync, and would show the old
+    ones where new memory has the old address.
+    """
+
+    name, lasting = "cuda_ipc", False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,7 +88,7 @@ class CudaIpc:
     def share_buckets(self, buckets: Buckets) -> Any:
         return make_handle(buckets.tensor.untyped_storage()), buckets.size
 
-    def open(self, offer: same_host.Offer) -> "_Reader":
+    def open(self, offer: same_host.Offer, buckets: Buckets, slot: int) -> "_Reader":
         return _Reader(offer)
 
     def settle(self) -> None:

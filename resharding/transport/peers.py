@@ -83,7 +83,7 @@ def _maps(card: dict[str, Any]) -> bool:
 def _reads(card: dict[str, Any]) -> bool:
     found = torch.zeros(_NONCE, dtype=torch.uint8)
     try:
-        process_memory.read(card["pid"], process_memory.calls_for([((_NONCE,), found.data_ptr(), (1,), card["address"], (1,), 1)]))
+        process_memory.read(card["pid"], (_NONCE,), 1, process_memory.Part(found.data_ptr(), (1,)), process_memory.Part(card["address"], (1,)))
     except (OSError, AttributeError):
         return False
     return bytes(found.tolist()) == card["secret"]

@@ -7,6 +7,8 @@ owner has said so, which `readable` does for as long as it is entered. Container
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +20,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PTRACER = 0x59616D61
 _ANY = ctypes.c_ulong(-1)
 PARTS = 1024  # IOV_MAX: parts of memory in one call
-CALL_BYTES = 64 << 20  # bytes in one call
-_INT64 = torch.int64
+if hasattr(_LIBC, "process_vm_readv"):
+    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
+    _LIBC.process_vm_readv.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
 
 
 @contextmanager
@@ -35,26 +38,27 @@ def readable() -> Iterator[None]:
             prctl(_PR_SET_PTRACER, 0, 0, 0, 0)
 
 
-class Call(NamedTuple):
-    """One system call: (address, bytes) pairs [n, 2] of this process and of the other, of `nbytes` each in all."""
+class Part(NamedTuple):
+    """Strided memory: `strides` in bytes."""
 
-    local: torch.Tensor
-    remote: torch.Tensor
-    nbytes: int
+    address: int
+    strides: tuple[int, ...]
 
 
-def read(pid: int, calls: Sequence[Call]) -> None:
-    """Copy from process `pid`. Raises OSError where it is gone, may not be read, or an address is not its own."""
-    for local, remote, nbytes in calls:
-        done = _LIBC.process_vm_readv(pid, ctypes.c_void_p(local.data_ptr()), ctypes.c_ulong(len(local)),
-                                      ctypes.c_void_p(remote.data_ptr()), ctypes.c_ulong(len(remote)), ctypes.c_ulong(0))
-        if done != nbytes:
-            number = ctypes.get_errno() if done < 0 else 14  # EFAULT: the transfer stopped where memory is not mapped
+def read(pid: int, shape: Sequence[int], itemsize: int, local: Part, remote: Part) -> None:
+    """Copy a tensor of `shape` (up to 2 GB) from process `pid`.
+
+    Raises OSError where the process is gone, may not be read, or an address is not its own.
+    """
+    nbytes = math.prod(shape) * itemsize
+    run = min(run_bytes(shape, part.strides, itemsize) for part in (local, remote))  # divides both
+    here, there = _Entries(shape, itemsize, local, run), _Entries(shape, itemsize, remote, run)
+    for first in range(0, nbytes // run if nbytes else 0, PARTS):
+        count = min(PARTS, nbytes // run - first)
+        done = _LIBC.process_vm_readv(pid, *here.of(first, count), *there.of(first, count), 0)
+        if done != count * run:
+            number = ctypes.get_errno() if done < 0 else errno.EFAULT  # it stopped where memory is not mapped
             raise OSError(number, f"reading the memory of process {pid}: {os.strerror(number)}")
-
-
-if hasattr(_LIBC, "process_vm_readv"):
-    _LIBC.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 def run_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -67,53 +71,25 @@ def run_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> in
     return run
 
 
-def calls_for(parts: Sequence[tuple[tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], int]]) -> list[Call]:
-    """The calls that copy strided parts: (shape, local address, local strides, remote address, remote strides, itemsize) each."""
-    local, remote, sizes = [], [], []
-    for shape, here, here_strides, there, there_strides, itemsize in parts:
-        run = min(run_bytes(shape, here_strides, itemsize), run_bytes(shape, there_strides, itemsize))
-        local.append(_starts(here, shape, here_strides, itemsize, run))
-        remote.append(_starts(there, shape, there_strides, itemsize, run))
-        sizes.append(torch.full_like(local[-1], min(run, CALL_BYTES)))
-        if run > CALL_BYTES:
-            local[-1], sizes[-1] = _chopped(local[-1], run)
-            remote[-1], _ = _chopped(remote[-1], run)
-    return _batched(torch.cat(local), torch.cat(remote), torch.cat(sizes)) if local else []
+class _Entries:
+    """The (address, bytes) pairs of a tensor cut into runs of `run` bytes."""
 
+    def __init__(self, shape: Sequence[int], itemsize: int, part: Part, run: int) -> None:
+        self.address, self.run, self.table = part.address, run, None
+        self._one = (ctypes.c_uint64 * 2)()
+        if run_bytes(shape, part.strides, itemsize) < math.prod(shape) * itemsize:
+            starts = torch.full((1,), part.address, dtype=torch.int64)
+            covered, inner = itemsize, len(shape)
+            while covered < run:
+                inner -= 1
+                covered *= shape[inner]
+            for size, stride in zip(shape[:inner], part.strides[:inner], strict=True):
+                starts = (starts[:, None] + torch.arange(size) * stride).reshape(-1)
+            self.table = torch.stack([starts, torch.full_like(starts, run)], 1)
 
-def _starts(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, run: int) -> torch.Tensor:
-    """Addresses of the runs of `run` bytes, in row-major order."""
-    dims = list(zip(shape, strides, strict=True))
-    covered = itemsize
-    while covered < run:
-        covered *= dims.pop()[0]
-    out = torch.full((1,), address, dtype=_INT64)
-    for size, stride in dims:
-        out = (out[:, None] + torch.arange(size, dtype=_INT64) * stride).reshape(-1)
-    return out
-
-
-def _chopped(starts: torch.Tensor, run: int) -> tuple[torch.Tensor, torch.Tensor]:
-    offsets = torch.arange(0, run, CALL_BYTES, dtype=_INT64)
-    sizes = torch.clamp(run - offsets, max=CALL_BYTES)
-    return (starts[:, None] + offsets).reshape(-1), sizes.repeat(len(starts))
-
-
-def _batched(local: torch.Tensor, remote: torch.Tensor, sizes: torch.Tensor) -> list[Call]:
-    ends = sizes.cumsum(0)
-    calls, first, before = [], 0, 0
-    while first < len(sizes):
-        last = int(torch.searchsorted(ends, before + CALL_BYTES, right=True))
-        last = max(first + 1, min(last, first + PARTS))
-        nbytes = int(ends[last - 1]) - before
-        calls.append(Call(_merged(local[first:last], sizes[first:last]), _merged(remote[first:last], sizes[first:last]), nbytes))
-        first, before = last, before + nbytes
-    return calls
-
-
-def _merged(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """(address, bytes) [n, 2] with neighbours joined."""
-    new = torch.ones(len(starts), dtype=torch.bool)
-    new[1:] = starts[1:] != starts[:-1] + sizes[:-1]
-    number = new.cumsum(0) - 1
-    return torch.stack([starts[new], torch.zeros(int(number[-1]) + 1, dtype=_INT64).index_add_(0, number, sizes)], 1).contiguous()
+    def of(self, first: int, count: int) -> tuple[int, int]:
+        """Address and length of the pairs of runs [first, first + count); a contiguous tensor has one for all of them."""
+        if self.table is not None:
+            return self.table.data_ptr() + 16 * first, count
+        self._one[:] = (self.address + first * self.run, count * self.run)
+        return ctypes.addressof(self._one), 1

@@ -45,10 +45,13 @@ class Place(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What one rank needs to reach another's memory. `places`: one for each copy of the pair, None where it is packed."""
+    """What one rank needs to reach another's memory.
+
+    `places`: one for each copy of the pair, None where it is packed; instead of all, None where they are those of the last offer.
+    """
 
     storages: tuple[Any, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[Place | None, ...] | None
     buckets: Any
 
 
@@ -65,10 +68,14 @@ class Reader(Protocol):
 
 
 class Memory(Protocol):
-    """How the ranks of a host reach each other's memory."""
+    """How the ranks of a host reach each other's memory.
+
+    `lasting`: what was shared stays good for the next execution, if addresses are the same; otherwise it is let go at the end of each.
+    """
 
     name: str
     device: torch.device
+    lasting: bool
 
     def lent(self) -> AbstractContextManager[None]:
         """Entered while others read. What was written before must be there for them."""
@@ -84,7 +91,9 @@ class Memory(Protocol):
 
     def share_buckets(self, buckets: Buckets) -> Any: ...
 
-    def open(self, offer: Offer) -> Reader: ...
+    def open(self, offer: Offer, buckets: Buckets, slot: int) -> Reader:
+        """`buckets`: this rank's own, of which the reader may use `slot` bytes while it reads."""
+        ...
 
     def settle(self) -> None:
         """Return when all copies out of peers' memory are made."""
@@ -100,6 +109,7 @@ class _Session:
     key: object = None  # of the source tensors that are offered
     slot_bytes: int = 0  # of the largest message that this rank packs
     told_buckets: int = 0  # address of the buckets that are offered
+    places: dict[int, tuple[Place | None, ...]] = field(default_factory=dict)  # by receiver; storages by address
     packed_out: list[Copy] = field(default_factory=list)
     packed_in: dict[int, list[Copy]] = field(default_factory=dict)
     direct: dict[int, list[tuple[Copy, Place]]] = field(default_factory=dict)
@@ -168,8 +178,11 @@ class _Move:
         if self.session.messages is None:
             packed = [*self.session.packed_out, *(c for copies in self.session.packed_in.values() for c in copies)]
             self.session.messages = messages_of(packed, self.rank, self.slot)
-        moved = self._packed(self.session.messages) + sum(self._direct(peer) for peer in self.session.incoming)
+        moved = self._packed(self.session.messages)
+        moved += sum(self._direct(peer) for peer in self.session.incoming)
         self.memory.settle()
+        if not self.memory.lasting:
+            self.session.readers.clear()
         for peer in self.session.incoming:
             self.control.send(peer, b"", DONE)
         for peer in self.session.outgoing:
@@ -178,59 +191,61 @@ class _Move:
         return moved
 
     def _offer(self) -> None:
-        """Tell every receiver where its parts lie, unless that is what it was told last time."""
+        """Tell every receiver where its parts lie; nothing, where that is what it was told last time."""
         session = self.session
-        copies = [c for mine in session.outgoing.values() for c in mine]
-        places: dict[int, Place | None] = {}
-        storages: dict[int, torch.UntypedStorage] = {}
+        names = dict.fromkeys(c.src_tensor for mine in session.outgoing.values() for c in mine)
+        told = False
         try:
-            key: object = (id(self.transform), addresses(self.source, (c.src_tensor for c in copies)))
-            self.buckets.reserve(session.slot_bytes)
-            if key == session.key and self.buckets.tensor.data_ptr() == session.told_buckets:
-                for peer in session.outgoing:
-                    self.control.send(peer, b"", OFFER)
-                return
-            places = {id(c): self._place(c, storages) for c in copies}
+            key = (id(self.transform), addresses(self.source, names))
+            told = key == session.key
+            if not told:
+                session.places = {peer: tuple(map(self._place, mine)) for peer, mine in session.outgoing.items()}
+            session.key = key
         except Exception as error:
             self.failures.append(error)
-            key, places = None, {}  # offer nothing: packing will find the fault again and keep the protocol
-        session.key, session.messages, session.packed_out = key, None, [c for c in copies if places.get(id(c)) is None]
-        session.slot_bytes = max((m.nbytes for m in messages_of(session.packed_out, self.rank, self.slot)), default=0)
+            session.key = None  # offer nothing: packing will find the fault again and keep the protocol
+            session.places = {peer: (None,) * len(mine) for peer, mine in session.outgoing.items()}
+        if not told:
+            session.packed_out = [c for peer, mine in session.outgoing.items() for c, p in zip(mine, session.places[peer]) if p is None]
+            session.slot_bytes = max((m.nbytes for m in messages_of(session.packed_out, self.rank, self.slot)), default=0)
+            session.messages = None
         self.buckets.reserve(session.slot_bytes)
+        moved = self.buckets.tensor.data_ptr() != session.told_buckets
         session.told_buckets = self.buckets.tensor.data_ptr()
-        for peer, mine in session.outgoing.items():
-            self.control.send(peer, pickle.dumps(self._offer_to(mine, places, storages)), OFFER)
+        for peer in session.outgoing:
+            news = not told or not self.memory.lasting or (moved and None in session.places[peer])
+            self.control.send(peer, pickle.dumps(self._offer_to(peer, names, told)) if news else b"", OFFER)
 
-    def _place(self, copy: Copy, storages: dict[int, torch.UntypedStorage]) -> Place | None:
+    def _place(self, copy: Copy) -> Place | None:
         part = part_in_place(copy, self.source, self.transform)
         if part is None or part.dtype != copy.dtype or not self.memory.offers(copy, part, copy.dst_rank):
             return None
-        storage = part.untyped_storage()
-        storages.setdefault(storage.data_ptr(), storage)
         size = part.element_size()
-        return Place(storage.data_ptr(), part.storage_offset() * size, tuple(part.shape), tuple(s * size for s in part.stride()))
+        return Place(part.untyped_storage().data_ptr(), part.storage_offset() * size, tuple(part.shape), tuple(s * size for s in part.stride()))
 
-    def _offer_to(self, copies: Sequence[Copy], places: Mapping[int, Place | None], storages: Mapping[int, torch.UntypedStorage]) -> Offer:
+    def _offer_to(self, peer: int, names: Iterable[str], told: bool) -> Offer:
+        places = self.session.places[peer]
         numbers: dict[int, int] = {}
-        out: list[Place | None] = []
-        for copy in copies:
-            place = places.get(id(copy))
-            out.append(place and place._replace(storage=numbers.setdefault(place.storage, len(numbers))))
-        packed = any(place is None for place in out)
-        return Offer(tuple(self.memory.share(storages[pointer]) for pointer in numbers), tuple(out),
-                     self.memory.share_buckets(self.buckets) if packed else None)
+        for place in places:
+            if place is not None:
+                numbers.setdefault(place.storage, len(numbers))
+        storages = {t.data_ptr(): t for t in (self.source[name].untyped_storage() for name in names)} if numbers else {}
+        return Offer(tuple(self.memory.share(storages[address]) for address in numbers),
+                     None if told else tuple(p and p._replace(storage=numbers[p.storage]) for p in places),
+                     self.memory.share_buckets(self.buckets) if None in places else None)
 
     def _take_offer(self, peer: int) -> None:
-        offer = self.control.receive(peer, OFFER)
-        if not offer:  # what it said last time holds, or it is lost
+        content = self.control.receive(peer, OFFER)
+        if not content:  # what it said last time holds, or it is lost
             return
         session, copies = self.session, self.session.incoming[peer]
-        session.messages = None
         try:
-            opened: Offer = pickle.loads(offer)
-            session.packed_in[peer] = [c for c, place in zip(copies, opened.places, strict=True) if place is None]
-            session.direct[peer] = [(c, place) for c, place in zip(copies, opened.places, strict=True) if place is not None]
-            session.readers[peer] = self.memory.open(opened)
+            offer: Offer = pickle.loads(content)
+            if offer.places is not None:
+                session.messages = None
+                session.packed_in[peer] = [c for c, place in zip(copies, offer.places, strict=True) if place is None]
+                session.direct[peer] = [(c, place) for c, place in zip(copies, offer.places, strict=True) if place is not None]
+            session.readers[peer] = self.memory.open(offer, self.buckets, self.slot)
         except Exception as error:
             session.readers.pop(peer, None)
             self.failures.append(error)

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from resharding.boxes import slices
+from resharding.boxes import at, slices
 from resharding.errors import WeightsError
 from resharding.plan import Copy, Plan
 from resharding.transform import CAST, Transform
 from resharding.transport import process_memory, same_host
 from resharding.transport.buckets import Buckets, open_bytes
 from resharding.transport.in_place import MoveReport
-from resharding.transport.messages import BUCKET, Pairs
+from resharding.transport.messages import BUCKET, Pairs, split
 from resharding.transport.peers import Peers, meet
+from resharding.transport.process_memory import Part
 
-FEW = 1 << 16  # bytes: a copy so small is read directly whatever its rows
-SOURCE_ROW, ROW = 1 << 13, 1 << 11  # bytes: shorter rows are packed; the kernel looks up the source's pages for every row
+FEW = 1 << 16  # bytes: a copy so small is read directly, whatever its rows
+SOURCE_ROW, ROW = 1 << 13, 1 << 11  # bytes: shorter rows go through a bucket, the sender's or the receiver's
+CALL = 64 << 20  # bytes that are read in one call
 
 
 def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int = 0,
@@ -47,7 +49,7 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
 class SharedMemory:
     """See `same_host.Memory`. A storage is shared as (process, address)."""
 
-    name, device = "shared_memory", torch.device("cpu")
+    name, device, lasting = "shared_memory", torch.device("cpu"), True
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -58,11 +60,7 @@ class SharedMemory:
     def offers(self, copy: Copy, part: torch.Tensor, reader: int) -> bool:
         if (reader, copy.src_rank) not in self.peers.reads or part.device.type != "cpu":
             return False
-        size = part.element_size()
-        row = part.shape[-1] * size if part.dim() else size
-        run = process_memory.run_bytes(part.shape, [s * size for s in part.stride()], size)
-        quick = (part.is_contiguous() or run >= SOURCE_ROW) and (part.dim() < 2 or row >= ROW) and not copy.dst_view.transposed
-        return quick or copy.nbytes <= FEW
+        return copy.nbytes <= FEW or part.is_contiguous() or _run(part) >= SOURCE_ROW
 
     def share(self, storage: torch.UntypedStorage) -> Any:
         return os.getpid(), storage.data_ptr()
@@ -71,18 +69,16 @@ class SharedMemory:
         assert buckets.memory is not None
         return buckets.memory.path, buckets.size
 
-    def open(self, offer: same_host.Offer) -> "_Reader":
-        return _Reader(offer)
+    def open(self, offer: same_host.Offer, buckets: Buckets, slot: int) -> "_Reader":
+        return _Reader(offer, buckets, slot)
 
     def settle(self) -> None:
         pass
 
 
 class _Reader:
-    def __init__(self, offer: same_host.Offer) -> None:
-        self.storages = offer.storages
-        self.key: object = None
-        self.calls: list[process_memory.Call] = []
+    def __init__(self, offer: same_host.Offer, staging: Buckets, slot: int) -> None:
+        self.storages, self.staging, self.slot = offer.storages, staging, slot
         if offer.buckets is not None:
             path, self.size = offer.buckets
             self.buckets = open_bytes(path, 2 * self.size)
@@ -91,16 +87,29 @@ class _Reader:
         return self.buckets[number * self.size:number * self.size + nbytes]
 
     def read(self, copies: Sequence[tuple[Copy, same_host.Place]], destination: Mapping[str, torch.Tensor]) -> None:
-        key = same_host.addresses(destination, (copy.dst_tensor for copy, _ in copies))
-        if key != self.key:
-            self.calls, self.key = process_memory.calls_for([self._part(copy, place, destination) for copy, place in copies]), key
-        process_memory.read(self.storages[0][0], self.calls)
+        for copy, place in copies:
+            target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
+            if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
+                raise WeightsError(f"{copy.canonical} arrives as {place.shape} {copy.dtype} on the CPU, but {copy.dst_tensor} has "
+                                   f"{tuple(target.shape)} {target.dtype} on {target.device} for it")
+            short = copy.nbytes > FEW and _run(target) < ROW
+            if short:
+                self.staging.reserve(self.slot)
+            for slab in split(copy, self.slot if short else CALL):
+                box = at([low - start for (low, _), (start, _) in zip(slab.dst_box, copy.dst_box)], slab.dst_box)
+                self._read(target[slices(box)], place, [low for low, _ in box], short)
 
-    def _part(self, copy: Copy, place: same_host.Place, destination: Mapping[str, torch.Tensor]) -> Any:
-        target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
-        if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
-            raise WeightsError(f"{copy.canonical} arrives as {place.shape} {copy.dtype} on the CPU, but {copy.dst_tensor} has "
-                               f"{tuple(target.shape)} {target.dtype} on {target.device} for it")
+    def _read(self, target: torch.Tensor, place: same_host.Place, corner: Sequence[int], short: bool) -> None:
+        """Copy the part of `place` at `corner` to the target, through a bucket where the target's rows are short."""
+        process, address = self.storages[place.storage]
+        remote = Part(address + place.offset + sum(c * s for c, s in zip(corner, place.strides)), place.strides)
         size = target.element_size()
-        strides = tuple(s * size for s in target.stride())
-        return place.shape, target.data_ptr(), strides, self.storages[place.storage][1] + place.offset, place.strides, size
+        into = self.staging.part(0, target.nbytes).view(target.dtype).view(target.shape) if short else target
+        process_memory.read(process, target.shape, size, Part(into.data_ptr(), tuple(s * size for s in into.stride())), remote)
+        if short:
+            target.copy_(into)
+
+
+def _run(part: torch.Tensor) -> int:
+    size = part.element_size()
+    return process_memory.run_bytes(part.shape, [s * size for s in part.stride()], size)

@@ -241,6 +241,18 @@ def test_only_the_slices_of_the_rank_are_read(tmp_path: Path, monkeypatch: pytes
     assert 0 < read_elements <= sum(t.numel() for t in held.values())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_reads_its_backbone_and_asks_for_no_head(tmp_path: Path, tied: bool) -> None:
+    write_model(tmp_path, "qwen2", tie_word_embeddings=tied)
+    parallel = ParallelConfig(pp=2)
+    model, full = ModelConfig.from_directory(tmp_path), files_of(tmp_path)
+    assert ("lm_head.weight" in full) != tied
+    for rank, tensors in enumerate(read(tmp_path, parallel, head=False)):
+        held = mcore_shard(full, model, parallel, rank, 2)
+        held.pop("output_layer.weight", None)
+        assert_same(tensors, held)
+
+
 def test_an_untied_model_without_a_head_is_an_error_that_names_it(tmp_path: Path) -> None:
     change(write_model(tmp_path, "qwen2", tie_word_embeddings=True), config={"tie_word_embeddings": False})
     with pytest.raises(UserError, match=r"lm_head\.weight; config.json says tie_word_embeddings false"):

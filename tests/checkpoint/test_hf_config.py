@@ -84,11 +84,13 @@ def test_a_rotary_base_given_twice_or_not_at_all_is_not_guessed_silently(caplog:
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_quantization_config_stays_only_with_quantised_files(quantised: bool) -> None:
-    hf = {**AutoConfig.for_model("llama", num_hidden_layers=2).to_dict(), "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    hf = AutoConfig.for_model("llama", num_hidden_layers=2).to_dict()
+    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     assert ("quantization_config" in hf_config(ModelConfig.from_hf(hf), "bfloat16", quantised)) == quantised
 
 
-@pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", {}), ("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1))])
+@pytest.mark.parametrize("family, changes", [("llama", {}), ("qwen3", {}),
+                                             ("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1))])
 def test_a_model_that_was_changed_after_reading_is_written_as_it_is(family: str, changes: dict[str, Any]) -> None:
     model = ModelConfig.from_hf(AutoConfig.for_model(family, **{**TINY, **changes}).to_dict())
     changed = model.with_options(num_layers=3, vocab_size=77, rope_theta=5e5, windowed_layers=tuple(i for i in model.windowed_layers if i < 3))

@@ -18,9 +18,9 @@ from checkpoint.hf import INDEX, SINGLE, HFFiles, read_hf, write_hf
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
-from resharding.errors import WeightsError
 from resharding.layout import canonical_dtypes, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout
+from resharding.layouts.fp8 import fp8_layout, fp8_weights
 from tests.models import write_model
 from tests.resharding.direct import assert_same, mcore_shard
 
@@ -146,7 +146,8 @@ def test_a_scale_belongs_to_its_block_whatever_the_last_one_is_cut_to() -> None:
     assert [values[at].item() for at in ((0, 0), (127, 127), (127, 128), (128, 127), (199, 129))] == [1.0, 1.0, 2.0, 4.0, 8.0]
     assert values.sum().item() == 54912.0
     stacked = BlockQuantised(codes.expand(3, 200, 130), torch.stack([scales, 2 * scales, 3 * scales]), (128, 128))
-    assert all(torch.equal(stacked[i], (i + 1) * values) for i in range(3)) and torch.equal(stacked[1:, 5:], torch.stack([stacked[1], stacked[2]])[:, 5:])
+    assert all(torch.equal(stacked[i], (i + 1) * values) for i in range(3))
+    assert torch.equal(stacked[1:, 5:], torch.stack([stacked[1], stacked[2]])[:, 5:])
 
 
 def test_regions_of_a_quantised_tensor_equal_those_of_the_whole() -> None:
@@ -155,6 +156,8 @@ def test_regions_of_a_quantised_tensor_equal_those_of_the_whole() -> None:
     scales = torch.rand(5, 3)
     whole = codes.float() * scales.repeat_interleave(16, 0)[:70].repeat_interleave(24, 1)[:, :50]
     tensor = BlockQuantised(codes, scales, (16, 24))
+    narrow = BlockQuantised(codes, scales, (16, 24), torch.bfloat16)[3:20, 1:]
+    assert torch.equal(narrow.nan_to_num(7.0), whole[3:20, 1:].bfloat16().nan_to_num(7.0))
     for rows, columns in ((slice(None), slice(None)), (slice(15, 17), slice(23, 25)), (slice(3, 3), slice(0, 4)), (slice(64, 70), slice(48, 50))):
         assert torch.equal(tensor[rows, columns].nan_to_num(7.0), whole[rows, columns].nan_to_num(7.0))
     assert whole.isnan().sum() == 2
@@ -170,7 +173,7 @@ def quantise(directory: Path, block: tuple[int, int] = (16, 24), fused: bool = F
         down = [torch.stack([held.pop(f"model.layers.{i}.mlp.experts.{e}.down_proj.weight") for e in range(8)]) for i in range(2)]
         held.update((f"model.layers.{i}.mlp.experts.down_proj", t) for i, t in enumerate(down))
     expected = dict(held)
-    for name in [n for n in held if "_proj" in n]:
+    for name in [n for n in held if "_proj" in n and not n.endswith("bias")]:
         *_, rows, columns = held[name].shape
         grid = (*held[name].shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
         scale = 2.0 ** torch.randint(-6, 2, grid, generator=torch.Generator().manual_seed(len(name)))
@@ -220,25 +223,51 @@ def test_fp8_codes_and_scales_can_be_taken_as_they_are_and_never_without_their_s
         assert stored is not None and stored.block == (16, 24) and stored.codes.dtype == FP8 == files.layout(model)[name].dtype
         assert torch.equal(stored.codes.view(torch.uint8), held[name].view(torch.uint8)) and torch.equal(stored.scales, held[name + "_scale_inv"])
         assert name + "_scale_inv" not in set(files) and files.quantised("model.norm.weight") is None
-    layout = hf_layout(model, FP8)  # codes alone are not the weights
-    with pytest.raises(WeightsError, match="scales"):
+    layout = hf_layout(model, FP8)
+    with pytest.raises(UserError, match="does not hold model.embed_tokens.weight, .* in FP8 as a whole"):
         read_hf(tmp_path, layout, empty_tensors(layout), model)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_codes_and_scales_pass_through_to_a_layout_that_stores_fp8(tmp_path: Path, family: str) -> None:
+    """Onto two tensor-parallel ranks: bit for bit, and equal to what is dequantised on the way."""
+    moe = family == "qwen3_moe"
+    quantise(write_model(tmp_path, family, num_hidden_layers=2, **(dict(head_dim=16) if moe else {})), (16, 16), fused=moe)
+    model = ModelConfig.from_directory(tmp_path)
+    weights = fp8_weights(model)
+    assert len(weights) == 2 * (4 + (24 if moe else 3))
+    for rank in range(2):
+        plain = mcore_layout(model, ParallelConfig(tp=2), rank, 2, torch.float32)
+        layout = fp8_layout(plain, weights, (16, 16))
+        stored, values = empty_tensors(layout), empty_tensors(plain)
+        read_hf(tmp_path, layout, stored, model)
+        read_hf(tmp_path, plain, values, model)
+        assert sum(t.dtype == FP8 for t in stored.values()) == len(stored) - len(plain.tensors) > 0
+        for name, tensor in values.items():
+            if stored[name].dtype == FP8:
+                scale = stored[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
+                assert torch.equal(stored[name].float() * scale, tensor)
+            else:
+                assert torch.equal(stored[name], tensor)
+        name = "decoder.layers.1.self_attention.linear_proj.weight"
+        held = load_file(tmp_path / SINGLE)["model.layers.1.self_attn.o_proj.weight"]
+        assert torch.equal(stored[name].view(torch.uint8), held.chunk(2, 1)[rank].view(torch.uint8))
 
 
 def test_fp8_directories_that_do_not_fit_together_are_refused_by_name(tmp_path: Path) -> None:
     name, scale = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight_scale_inv"
     quantise(write_model(tmp_path))
     held, config = load_file(tmp_path / SINGLE), (tmp_path / "config.json").read_text()
-    for change, message in (({scale: None}, f"{name} is FP8 and its scales {scale} are missing"),
-                            ({scale: torch.ones(6, 1)}, rf"scales {scale} of {name} \(96, 64\) have shape \(6, 1\); .* asks for \(6, 3\)"),
-                            ({scale: torch.ones(6, 3, dtype=torch.int32)}, f"scales {scale} of {name} have dtype I32")):
+    for change, message in (({scale: None}, rf"{name} \[96, 64\] is stored as FP8 codes, but its scale {scale} \[6, 3\] is missing"),
+                            ({scale: torch.ones(6, 1)}, rf"{scale} has shape \[6, 1\]; {name} \[96, 64\] in blocks of 16 x 24 needs \[6, 3\]"),
+                            ({scale: torch.ones(6, 3, dtype=torch.int32)}, f"{scale}, the scale of {name}, has dtype I32")):
         save_file({n: t for n, t in {**held, **change}.items() if t is not None}, tmp_path / SINGLE)
         with pytest.raises(UserError, match=message):
             canonical(tmp_path)
     save_file(held, tmp_path / SINGLE)
     quantization = json.loads(config)["quantization_config"]
     for config_change, message in (
-            (dict(weight_block_size=None), "FP8 without weight_block_size"), (dict(activation_scheme="static"), "activation_scheme 'static'"),
+            (dict(weight_block_size=None), "FP8 with weight_block_size None"), (dict(activation_scheme="static"), "activation_scheme 'static'"),
             (dict(fmt="e5m2"), "FP8 format 'e5m2'"), (dict(weight_block_size=[128]), "must be two positive numbers"),
             *((dict(quant_method=m), f"quantization '{m}' is not supported") for m in ("mxfp4", "gptq", "awq", "compressed-tensors", "modelopt"))):
         edit_config(tmp_path, quantization_config={**quantization, **config_change})
@@ -340,7 +369,7 @@ def test_layers_for_multi_token_prediction_are_refused_or_left_out_on_demand(tmp
     with pytest.raises(UserError, match="does not have: model.layers.2"):  # the config knows of none
         canonical(tmp_path / "in", without_mtp=True)
     edit_config(tmp_path / "in", num_nextn_predict_layers=1)
-    with pytest.raises(UserError, match=r"multi-token prediction \(model.layers.2.\*; num_nextn_predict_layers 1\).*without_mtp"):
+    with pytest.raises(UserError, match=r"multi-token prediction \(model.layers.2.\*; num_nextn_predict_layers 1\).*--without-mtp"):
         canonical(tmp_path / "in")
     with caplog.at_level(logging.WARNING):
         found = canonical(tmp_path / "in", torch.bfloat16, without_mtp=True)

@@ -33,23 +33,6 @@ def write(root: Path, family: str, name: str, **changes: Any) -> tuple[str, str,
     return str(directory), str(root / f"{name}-gradients"), reference(directory, root / f"{name}-gradients")
 
 
-def fill(directory: str, layout: Any, tensors: dict[str, torch.Tensor], model: Any) -> None:
-    """Weights of a HF directory into a rank's tensors."""
-    from safetensors.torch import load_file
-
-    from checkpoint.hf import read_hf
-    from resharding.layout import canonical_shapes
-    from resharding.layouts import hf_layout
-    from resharding.plan import make_plan
-    from resharding.transport import in_place
-
-    if model.family != "gpt_oss":
-        return read_hf(directory, layout, tensors, model)
-    plan = make_plan([hf_layout(model, torch.float32)], [layout], canonical_shapes(model), source_is_everywhere=True, read_all=False)
-    in_place.execute(plan, load_file(Path(directory) / "model.safetensors"), tensors, layout.rank)
-    return None
-
-
 def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, Any], size: int = 2) -> Any:
     """On a rank, for every (model, gradients) directory: (log-probs by sequence where this rank reports, {tensor: gradient's error}).
 
@@ -57,6 +40,7 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
     """
     import torch.distributed as dist
 
+    from checkpoint.hf import read_hf
     from parallel.config import ParallelConfig
     from parallel.device import Device, prepare_megatron
     from parallel.micro_batch import make_micro_batches, micro_batch_count
@@ -73,7 +57,7 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
         config.validate(world, model)
         training = build(model, config, "float32", device, rank, world, 7, OptimizerConfig(distributed=False))
         layout = mcore_layout(model, config, rank, world, torch.float32)
-        fill(directory, layout, training.tensors, model)
+        read_hf(directory, layout, training.tensors, model)
         before = {n: t.clone() for n, t in training.tensors.items() if n.endswith("expert_bias")}
         count = sum(len(s) - 1 for s in SEQUENCES)
 
@@ -86,7 +70,7 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
         batches = make_micro_batches(SEQUENCES, mine, size, micro_batch_count(-(-len(SEQUENCES) // dp), size, config), config)
         outputs = training.forward_backward(batches, loss)
         expected = empty_tensors(layout)
-        fill(gradients, layout, expected, model)
+        read_hf(gradients, layout, expected, model)
         several = len(training.modules) > 1
         got = {(f"chunk{i}." if several else "") + n: p.main_grad for i, m in enumerate(training.modules) for n, p in m.named_parameters()}
         assert set(expected) - set(got) == set(before) and all(torch.equal(training.tensors[n], t) for n, t in before.items())

@@ -18,6 +18,7 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
     """A TrainingModel with the weights of a HF directory, on this rank of the pool's world."""
     import torch.distributed as dist
 
+    from checkpoint.hf import read_hf
     from parallel.config import ParallelConfig
     from parallel.device import Device, prepare_megatron
     from parallel.model_config import ModelConfig
@@ -31,28 +32,9 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
     layout = ParallelConfig(**parallel)
     layout.validate(world, model)
     training = build(model, layout, "float32", device, rank, world, 7, OptimizerConfig(**optimizer) if train else None)
-    fill(directory, mcore_layout(model, layout, rank, world, torch.float32), training.tensors, model)
+    read_hf(directory, mcore_layout(model, layout, rank, world, torch.float32), training.tensors, model)
     training.reload_main_params()
     return training
-
-
-def fill(directory: str, layout: Any, tensors: dict[str, torch.Tensor], model: Any) -> None:
-    """Weights of a HF directory into a rank's tensors."""
-    from pathlib import Path
-
-    from safetensors.torch import load_file
-
-    from checkpoint.hf import read_hf
-    from resharding.layout import canonical_shapes
-    from resharding.layouts import hf_layout
-    from resharding.plan import make_plan
-    from resharding.transport import in_place
-
-    if model.family != "gpt_oss":
-        return read_hf(directory, layout, tensors, model)
-    plan = make_plan([hf_layout(model, torch.float32)], [layout], canonical_shapes(model), source_is_everywhere=True, read_all=False)
-    in_place.execute(plan, load_file(Path(directory) / "model.safetensors"), tensors, layout.rank)
-    return None
 
 
 def log_probs_of(directory: str, parallel: dict[str, Any], ids: list[list[int]]) -> Any:

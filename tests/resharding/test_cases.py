@@ -1,6 +1,6 @@
-"""Faults that users of other stacks reported, where they concern names, layouts and syncs (../shared/cases: A03, A07, B01, B07).
+"""Faults that users of other stacks reported, where they concern names, layouts and syncs (../shared/cases: A03, A07, B01, B03, B07).
 
-B03 and B05 are in test_layouts.py, test_plan_and_checksum.py and test_sync.py.
+More of A03 and B03, and B05, is in test_layouts.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_rl.gates import OffPolicy, check_on_policy
 from mcore_rl.sample import Batch
 from parallel.config import ParallelConfig
 from parallel.model_config import ModelConfig
 from resharding.checksum import piece_checksums, verify
-from resharding.errors import CoverageError, SyncError
+from resharding.errors import CoverageError, SyncError, WeightsError
 from resharding.layout import Layout, canonical_shapes, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, trtllm_layout
 from resharding.plan import make_plan
 from resharding.sync import WeightSync
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, simulate, tiny, trtllm_shard
+from tests.worker_pool import run_ranks
 
 F32 = torch.float32
 IDS = [5, 6, 7, 8]
@@ -87,6 +89,55 @@ def test_a07_what_padding_rows_hold_never_leaves_them() -> None:
     simulate(make_plan(trainer, engine, canonical_shapes(model)), held, synced)
     for r in range(4):
         assert_same(synced[r], trtllm_shard(full, model, 4, r))
+
+
+class PlainEngine:
+    """A receiver of weights."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.tensors, self.version = empty_tensors(layout), None
+
+    def begin_update(self) -> None:
+        self.version = None
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors
+
+    def commit(self, version: int, checksums: Mapping[str, int]) -> None:
+        self.version = version
+
+    def verify(self) -> None:
+        """The tests look at the tensors themselves."""
+
+
+def tied_syncs(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """On a rank: a sync to engines that own a head and to such that do not; then with the last stage's copy of it changed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainer = [mcore_layout(model, parallel, r, world, F32) for r in range(world)]
+    full = canonical_tensors(model)
+    said = []
+    for owns_head in (True, False):
+        engines = [trtllm_layout(model, 1, 0, r, F32, tied_head=owns_head) for r in range(world)]
+        sync = WeightSync(trainer, engines, canonical_shapes(model), rank)
+        engine = PlainEngine(engines[rank])
+        sync.run(mcore_shard(full, model, parallel, rank, world), engine, 1)
+        assert_same(engine.tensors, trtllm_shard(full, model, 1, 0, tied_head=owns_head))
+        assert ("lm_head.weight" in engine.tensors) == owns_head
+        drifted = {name: t.clone() for name, t in mcore_shard(full, model, parallel, rank, world).items()}
+        if rank == world - 1:
+            next(t for name, t in drifted.items() if name.endswith("output_layer.weight"))[0] += 1e-3
+        try:
+            sync.run(drifted, engine, 2)
+        except WeightsError as error:
+            said.append(str(error))
+        assert engine.version is None
+    return said
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2), ParallelConfig(pp=4), ParallelConfig(pp=2, vpp=2), ParallelConfig(tp=2, pp=2)])
+def test_b03_tied_copies_reach_either_kind_of_engine_and_never_a_drifted_one(parallel: ParallelConfig) -> None:
+    for said in run_ranks(parallel.tp * parallel.pp, tied_syncs, tiny("qwen2", tied=True), parallel):
+        assert len(said) == 2 and all("model.embed_tokens.weight: the copies in" in text and "output_layer.weight" in text for text in said), said
 
 
 class CachingEngine:

@@ -17,7 +17,7 @@ from parallel.model_config import ModelConfig, MoE
 from resharding.boxes import shape_of, slices
 from resharding.checksum import piece_checksums, verify
 from resharding.errors import WeightsError
-from resharding.fp8 import block_size, dequantise, dequantise_region, quantise, quantise_region, region_amax, touched
+from resharding.fp8 import block_size, decoded, dequantise, dequantise_region, quantise, quantise_region, region_amax, touched
 from resharding.layout import Layout, Listed, canonical_blocks, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, mcore_party, trtllm_party
 from resharding.layouts.fp8 import fp8_blocks, fp8_layout, fp8_party, fp8_weights, scaled_party
@@ -97,6 +97,14 @@ def test_values_too_small_for_a_scale_become_zeros_and_not_infinities() -> None:
     weight = torch.full((2, 2), 1e-38)
     codes, scale = quantise(weight)
     assert scale.tolist() == [[1.0]] and not codes.float().any()
+
+
+def test_every_code_is_decoded_to_the_bits_of_its_value() -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    finite = codes[codes & 0x7F != 0x7F]
+    for some in (codes, finite, finite.view(2, 127)[:, ::3], finite[:0]):
+        assert torch.equal(decoded(some.view(E4M3)).view(torch.int32), some.view(E4M3).float().view(torch.int32))
+    assert float(decoded(torch.tensor([0x7E], dtype=torch.uint8).view(E4M3))) == 448 and decoded(codes.view(E4M3)).isnan().sum() == 2
 
 
 def test_scales_must_belong_to_their_region() -> None:
@@ -320,8 +328,9 @@ def test_shards_off_the_blocks_are_refused_with_what_would_fit() -> None:
         make_plan([hf_layout(model, BF16)], party, canonical_blocks(model))
     for part in ("mlp.gate_up_proj.weight", "rows [0, 6)", "model.layers.0.mlp.gate_proj.weight [24, 10]", "tp = 1, 2, 3, 6"):
         assert part in str(error.value)
-    with pytest.raises(UserError, match=r"qkv_proj.weight cannot be FP8: its rows \[0, 12\) of model.layers.0.self_attn.k_proj.weight.*kept from row 12"):
-        fp8_layout(trtllm_party(engine_model(num_heads=3, num_kv_heads=3), ((0,),), BF16).layout(0), fp8_weights(engine_model(num_heads=3, num_kv_heads=3)), (8, 4))
+    odd = engine_model(num_heads=3, num_kv_heads=3)  # q has 12 rows: k would begin in the middle of a block of 8
+    with pytest.raises(UserError, match=r"qkv_proj.weight cannot be FP8: its rows \[0, 12\) of model.layers.0.self_attn.k_proj.weight.*from row 12"):
+        fp8_layout(trtllm_party(odd, ((0,),), BF16).layout(0), fp8_weights(odd), (8, 4))
 
 
 def test_a_fused_tensor_is_chosen_whole_or_not_at_all() -> None:

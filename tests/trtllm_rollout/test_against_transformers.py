@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.models import LLAMA3_ROPE, write_model
+from mcore_rl.rollout import check_engine_size
+from parallel.errors import UserError
+from parallel.model_config import ModelConfig
+from tests.models import FAMILY_TINY, LLAMA3_ROPE, TINY, YARN, write_model
 from tests.trtllm_rollout.engines import greedy_reference, make_engine, prompts, recomputed_log_probs, requests
 from tests.worker_pool import run_ranks
+from trtllm_rollout.embedded.engine import EmbeddedEngine
 
 MODELS = {
     "llama": dict(family="llama"),
@@ -18,6 +23,8 @@ MODELS = {
     "llama with its own head_dim": dict(family="llama", head_dim=32),
     "qwen2": dict(family="qwen2"),
     "qwen2 tied": dict(family="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(family="qwen3"),
+    "mistral": dict(family="mistral", sliding_window=None),
 }
 
 
@@ -42,12 +49,23 @@ def test_greedy_tokens_are_those_of_generate(name: str, directories: dict[str, P
     assert _greedy(directories[name], texts, 20, (), tp=1, max_batch_size=3) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "llama with llama3 rope", "qwen2 tied"])
+@pytest.mark.parametrize("name", ["llama", "llama with llama3 rope", "qwen2 tied", "qwen3"])
 def test_greedy_tokens_are_those_of_generate_on_two_ranks(name: str, directories: dict[str, Path]) -> None:
     texts = prompts(6, longest=70)
     expected = greedy_reference(directories[name], texts, 16, stop=5)
     for of_rank in run_ranks(2, _greedy, str(directories[name]), texts, 16, (5,), tp=2, max_batch_size=4):
         assert of_rank == expected
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), [
+    ("mistral", {}, "sliding window of 5"), ("qwen3_moe", {}, "experts"), ("deepseek_v3", {}, "latent attention"), ("gpt_oss", {}, "attention sinks"),
+    ("llama", dict(rope_parameters=YARN), "YaRN")])
+def test_models_with_parts_it_lacks_are_refused_by_name(family: str, changes: dict[str, Any], words: str) -> None:
+    model = ModelConfig.from_hf({"model_type": family, **TINY, **FAMILY_TINY[family], **changes})
+    with pytest.raises(UserError, match=f"{family}.*{words}"):
+        EmbeddedEngine(model, torch.float32)
+    with pytest.raises(UserError, match=f"{family}.*{words}"):  # what `mcore-rl train` and `generate` ask before anything is built
+        check_engine_size(1, 1, model)
 
 
 def test_key_value_heads_are_repeated_where_tp_exceeds_them(directories: dict[str, Path]) -> None:

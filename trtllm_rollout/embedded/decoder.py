@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel.model_config import ModelConfig, RopeScaling
+from parallel.errors import UserError
+from parallel.model_config import ModelConfig, RopeScaling, Yarn
 
 Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MIN_ROWS = 4
@@ -22,11 +23,13 @@ MIN_ROWS = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """The tensors of one layer on this rank; `qkv_bias` only where the family has it."""
+    """The tensors of one layer on this rank; `qkv_bias` and the norms of query and key heads only where the family has them."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     o: torch.Tensor
     post_norm: torch.Tensor
     gate_up: torch.Tensor
@@ -46,6 +49,17 @@ class TensorParallel:
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
+
+
+def check_decodable(model: ModelConfig) -> None:
+    """Raise UserError for a model with parts that this decoder does not have, by name."""
+    lacking = {"experts": model.moe is not None, "latent attention": model.mla is not None, "attention sinks": model.sinks,
+               f"a sliding window of {model.sliding_window}": bool(model.sliding_window and model.windowed_layers), "a bias on o_proj": model.o_bias,
+               "YaRN rotary scaling": isinstance(model.rope_scaling, Yarn), f"rotation of {model.rotary_fraction} of a head": model.rotary_fraction != 1.0}
+    if parts := [part for part, there in lacking.items() if there]:
+        raise UserError(f"the embedded engine does not generate with {model.family} models that have {' and '.join(parts)}; it generates with "
+                        "llama, mistral, qwen2 and qwen3 models without windows and YaRN. Weights of every family can be trained on stored samples "
+                        "(rollout.replay), converted and synchronised")
 
 
 class Decoder:
@@ -69,12 +83,19 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             qkv = linear(rms_norm(x, layer.input_norm, model.rms_norm_eps), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(len(ids), self.heads + 2 * self.kv_heads, model.head_dim)
-            qk = rotate(qkv[:, :self.heads + self.kv_heads], cos, sin)
+            qk = rotate(self._head_norms(qkv[:, :self.heads + self.kv_heads], layer), cos, sin)
             attended = attention(index, qk[:, :self.heads], qk[:, self.heads:], qkv[:, self.heads + self.kv_heads:])
             x = x + parallel.reduce(linear(attended.reshape(len(ids), -1), layer.o))
             gate, up = linear(rms_norm(x, layer.post_norm, model.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)
             x = x + parallel.reduce(linear(F.silu(gate) * up, layer.down))
         return x
+
+    def _head_norms(self, qk: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Norms of every query and key head [rows, heads, head_dim], where the model has them."""
+        if layer.q_norm is None or layer.k_norm is None:
+            return qk
+        eps = self._model.rms_norm_eps
+        return torch.cat([rms_norm(qk[:, :self.heads], layer.q_norm, eps), rms_norm(qk[:, self.heads:], layer.k_norm, eps)], dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [rows, vocab_size] on the group's leader, None elsewhere. Padding rows of the vocabulary are cut off."""
@@ -100,7 +121,8 @@ def _layer(weights: dict[str, torch.Tensor], index: int) -> Layer:
     prefix = f"model.layers.{index}."
     return Layer(
         input_norm=weights[prefix + "input_layernorm.weight"], qkv=weights[prefix + "self_attn.qkv_proj.weight"],
-        qkv_bias=weights.get(prefix + "self_attn.qkv_proj.bias"), o=weights[prefix + "self_attn.o_proj.weight"],
+        qkv_bias=weights.get(prefix + "self_attn.qkv_proj.bias"), q_norm=weights.get(prefix + "self_attn.q_norm.weight"),
+        k_norm=weights.get(prefix + "self_attn.k_norm.weight"), o=weights[prefix + "self_attn.o_proj.weight"],
         post_norm=weights[prefix + "post_attention_layernorm.weight"], gate_up=weights[prefix + "mlp.gate_up_proj.weight"],
         down=weights[prefix + "mlp.down_proj.weight"])
 

@@ -17,7 +17,7 @@ from resharding.checksum import piece_checksums, verify
 from resharding.errors import WeightsError
 from resharding.layout import Layout
 from resharding.layouts import trtllm_layout
-from trtllm_rollout.embedded.decoder import Decoder, TensorParallel
+from trtllm_rollout.embedded.decoder import Decoder, TensorParallel, check_decodable
 from trtllm_rollout.embedded.generation import Generation
 from trtllm_rollout.embedded.kv_cache import KVCache
 from trtllm_rollout.protocol import Completion, EngineRefuses, Request
@@ -37,6 +37,7 @@ class EmbeddedEngine:
     def __init__(self, model: ModelConfig, dtype: torch.dtype, tp_group: dist.ProcessGroup | None = None, tp: int = 1,
                  tp_rank: int = 0, rank: int = 0, max_batch_size: int = 256, max_seq_len: int | None = None,
                  device: str | torch.device = "cpu") -> None:
+        check_decodable(model)
         ranks = [rank] if tp_group is None else dist.get_process_group_ranks(tp_group)
         if len(ranks) != tp or ranks[tp_rank] != rank:
             raise ValueError(f"engine: rank {rank} as tp rank {tp_rank} of {tp} does not match the ranks {ranks} of its group")
