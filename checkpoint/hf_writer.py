@@ -122,6 +122,9 @@ class HFWriter:
                 check_writable(self.directory, self.overwrite)
                 step.payload = str(self._begin())
         self._temporary = Path(next(payload for payload in step.payloads or [step.payload] if payload))
+        with self._agreed():
+            if not self._temporary.is_dir():
+                raise UserError(f"output directory {str(self.directory)!r} is not on a file system that this rank shares with the first one")
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -25,6 +25,7 @@ _LOCAL, _CENTRAL, _END = "<4s5H3I2H", "<4s6H3I5H2I", "<4s4H2IH"
 _END64, _LOCATOR = "<4sQ2H2I4Q", "<4sIQI"
 _WIDE = 0xFFFFFFFF
 _DATA = "archive/data/0"
+_UTF8, _LATER = 0x800, 0x808  # flags of a member; the second: its checksum follows its content
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Pickler(pickle.Pickler):
 
 
 @lru_cache(maxsize=256)  # a model repeats few shapes
-def _before_values(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+def _small_members(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """The small members of the archive of a tensor, and their entries in its directory."""
     out = io.BytesIO()
     _Pickler(out, 2).dump(_Tensor(dtype, shape))
@@ -82,29 +83,35 @@ def _before_values(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, b
     return bytes(head), bytes(central)
 
 
-def archive(dtype: torch.dtype, shape: tuple[int, ...], crc: int) -> tuple[bytes, bytes]:
-    """What comes before and after the values of a contiguous tensor, whose CRC-32 is `crc`."""
-    head, central = _before_values(dtype, shape)
+def before_values(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """What an archive holds before the values of a contiguous tensor."""
+    head, _ = _small_members(dtype, shape)
+    return head + _header(_DATA, 0, math.prod(shape) * dtype.itemsize, len(head), _LATER)
+
+
+def after_values(dtype: torch.dtype, shape: tuple[int, ...], crc: int) -> bytes:
+    """What it holds after them; `crc` is their CRC-32. It may be computed while they are written: it is needed only here."""
+    head, central = _small_members(dtype, shape)
     nbytes = math.prod(shape) * dtype.itemsize
-    central += _entry(_DATA, crc, nbytes, len(head))
-    head += _header(_DATA, crc, nbytes, len(head))
-    return head, central + _end(4, len(central), len(head) + nbytes)
+    descriptor = struct.pack("<4sI2Q" if nbytes >= _WIDE else "<4s3I", b"PK\x07\x08", crc, nbytes, nbytes)
+    central += _entry(_DATA, crc, nbytes, len(head), _LATER)
+    return descriptor + central + _end(4, len(central), len(before_values(dtype, shape)) + nbytes + len(descriptor))
 
 
-def _header(name: str, crc: int, size: int, offset: int) -> bytes:
+def _header(name: str, crc: int, size: int, offset: int, flags: int = _UTF8) -> bytes:
     """A local file header, padded so that the content is aligned."""
     wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _WIDE else b""
     small = _WIDE if wide else size
     length = offset + 30 + len(name) + len(wide) + 4
     padding = -length % ALIGNMENT
     extra = wide + struct.pack("<2H", 0x4246, padding) + b"Z" * padding  # torch's own tag for padding
-    return struct.pack(_LOCAL, b"PK\x03\x04", 45 if wide else 20, 0x800, 0, 0, 0x21, crc, small, small, len(name), len(extra)) + name.encode() + extra
+    return struct.pack(_LOCAL, b"PK\x03\x04", 45 if wide else 20, flags, 0, 0, 0x21, crc, small, small, len(name), len(extra)) + name.encode() + extra
 
 
-def _entry(name: str, crc: int, size: int, offset: int) -> bytes:
+def _entry(name: str, crc: int, size: int, offset: int, flags: int = _UTF8) -> bytes:
     wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _WIDE else b""
     small = _WIDE if wide else size
-    return struct.pack(_CENTRAL, b"PK\x01\x02", 45, 45 if wide else 20, 0x800, 0, 0, 0x21, crc, small, small, len(name), len(wide), 0, 0, 0, 0,
+    return struct.pack(_CENTRAL, b"PK\x01\x02", 45, 45 if wide else 20, flags, 0, 0, 0x21, crc, small, small, len(name), len(wide), 0, 0, 0, 0,
                        offset) + name.encode() + wide
 
 

@@ -11,9 +11,11 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpoint.files import sync_directory
 from checkpoint.together import gather, on_rank_zero, rank
-from checkpoint.torch_archive import ALIGNMENT, archive
+from checkpoint.torch_archive import ALIGNMENT, after_values, before_values
 from resharding.boxes import Box, shape_of
 from resharding.layout import LocalTensor
 
 FILE_BYTES = 5 << 30
+WRITE_BYTES = 64 << 20  # of one call
 # megatron.core.dist_checkpointing.core.CheckpointingConfig
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
@@ -51,52 +54,65 @@ class _Written:
 class TorchDistWriter:
     """Writes chunks into `__{rank}_{number}.distcp` files of at most about `file_bytes`; `close` makes the checkpoint whole.
 
-    `crcs` are the CRC-32 checksums and sizes of the finished files of this rank.
+    `crcs` are size and CRC-32 of the finished files of this rank.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
         self.directory, self.file_bytes = directory, file_bytes
         self.crcs: dict[str, tuple[int, int]] = {}
         self._written: list[_Written] = []
-        self._file: BinaryIO | None = None
-        self._name, self._crc, self._position = "", 0, 0
+        self._file: int | None = None
+        self._name, self._crc, self._position, self._started = "", 0, 0, 0
+        self._checksums = ThreadPoolExecutor(1, "checksums")
 
     def write(self, key: str, box: Box, values: Tensor) -> None:
-        """Write the chunk `box` of `key`. `values` [shape of box], contiguous, in the dtype that is stored."""
+        """Write the chunk `box` of `key`. `values` [shape of box], contiguous, in the dtype that is stored; their memory may be reused at once."""
+        shape, dtype = shape_of(box), values.dtype
         data = memoryview(values.reshape(-1).view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
-        head, tail = archive(values.dtype, shape_of(box), zlib.crc32(data))
-        self._begin(len(head) + len(data) + len(tail))
+        head = before_values(dtype, shape)
+        self._begin(len(head) + len(data))
         offset = self._position
-        for part in (head, data, tail):
-            self._append(part)
+        self._append(head)
+        checksum = self._checksums.submit(zlib.crc32, data)  # beside the writing of the same bytes
+        self._append(data, checksum)
+        self._append(after_values(dtype, shape, checksum.result()))
         self._written.append(_Written(key, box, self._name, offset, self._position - offset))
         self._append(b"\0" * (-self._position % ALIGNMENT))
+        self._start_to_disk()
 
-    def _append(self, part: bytes | memoryview) -> None:
+    def _append(self, part: bytes | memoryview, checksum: Future[int] | None = None) -> None:
         assert self._file is not None
-        self._file.write(part)
-        self._crc = zlib.crc32(part, self._crc)
+        view = memoryview(part)
+        while len(view):
+            view = view[os.write(self._file, view[:WRITE_BYTES]):]
+        self._crc = combined(self._crc, checksum.result() if checksum else zlib.crc32(part), len(part))
         self._position += len(part)
+
+    def _start_to_disk(self) -> None:
+        """Let the disk begin while the next chunks are made, instead of leaving all of the work to the final fsync."""
+        if self._position - self._started >= WRITE_BYTES and self._file is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, self._started, self._position - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = self._position
 
     def _begin(self, length: int) -> None:
         if self._file is not None and self._position and self._position + length > self.file_bytes:
             self._end()
         if self._file is None:
-            self._name, self._crc, self._position = f"__{rank()}_{len(self.crcs)}.distcp", 0, 0
-            self._file = open(self.directory / self._name, "wb")
+            self._name, self._crc, self._position, self._started = f"__{rank()}_{len(self.crcs)}.distcp", 0, 0, 0
+            self._file = os.open(self.directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def _end(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            os.fsync(self._file)
+            os.close(self._file)
             self.crcs[self._name] = (self._position, self._crc)
             self._file = None
 
     def abandon(self) -> None:
         """Close what is open; what was written is not a checkpoint."""
+        self._checksums.shutdown()
         if self._file is not None:
-            self._file.close()
+            os.close(self._file)
             self._file = None
 
     def close(self, tensors: Mapping[str, LocalTensor], empty_objects: Iterable[str], common: Mapping[str, Any]) -> None:
@@ -117,6 +133,31 @@ class TorchDistWriter:
         offset = self._position
         self._append(out.getvalue())
         self._written.append(_Written("", (), self._name, offset, self._position - offset))
+
+
+def combined(first: int, second: int, length: int) -> int:
+    """CRC-32 of two parts one after the other from that of each; `length` is the second's (zlib's crc32_combine)."""
+    return _multiplied(_power(8 * length), first) ^ second
+
+
+@lru_cache(maxsize=4096)  # chunks repeat few sizes
+def _power(n: int) -> int:
+    """x to the n modulo the polynomial of CRC-32, bits reflected."""
+    out, square = 1 << 31, 1 << 30
+    while n:
+        if n & 1:
+            out = _multiplied(square, out)
+        square, n = _multiplied(square, square), n >> 1
+    return out
+
+
+def _multiplied(a: int, b: int) -> int:
+    out = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            out ^= b
+        b = b >> 1 ^ 0xEDB88320 if b & 1 else b >> 1
+    return out
 
 
 def _describe(directory: Path, written: list[_Written], tensors: Mapping[str, LocalTensor], empty_objects: Iterable[str],

@@ -19,7 +19,7 @@ from mcore_rl.phases import phase
 from mcore_rl.record import Recorder
 from mcore_rl.run import Run
 from mcore_rl.sample import Batch
-from resharding.layouts import mcore_layout
+from resharding.layouts import mcore_party
 
 
 def train_supervised(run: Run, examples: Sequence[SftExample], recorder: Recorder) -> None:
@@ -63,5 +63,5 @@ def _step(examples: Sequence[SftExample]) -> Any:
 def export(run: Run, directory: str) -> None:
     """Write the actor's weights as a Hugging Face directory (collective)."""
     training = run.actor.training
-    layouts = [mcore_layout(run.model, training.parallel, r, run.world_size, training.dtype, training.names) for r in range(run.world_size)]
-    export_hf(directory, layouts, training.tensors, run.model, training.dtype, run.config.model.path, run.rank, overwrite=True)
+    party = mcore_party(run.model, training.parallel, run.world_size, training.dtype, training.names)
+    export_hf(directory, party, training.tensors, run.model, training.dtype, run.config.model.path, run.rank, overwrite=True)

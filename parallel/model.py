@@ -150,8 +150,21 @@ def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, imp
         if model.mla is not None and parallel.tp > 1 and implementation == "torch":
             for layer in module.decoder.layers:
                 layer.self_attention.linear_kv_down_proj.register_forward_hook(whole_along_sequence)
+        if parallel.expert_tp != parallel.tp:
+            _reduce_as_experts(module)
         modules.append(module)
     return modules
+
+
+def _reduce_as_experts(module: Any) -> None:
+    """Let the gradients of experts be summed over the ranks that hold the same experts.
+
+    Megatron does so with ep > 1 only. With ep 1 and etp other than tp it sums them over the data-parallel ranks of the dense
+    parameters, and the gradients of the tokens on other tensor-parallel ranks are silently lost.
+    """
+    for name, parameter in module.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False
 
 
 def named_tensors(modules: list[Any]) -> dict[str, torch.Tensor]:

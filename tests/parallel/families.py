@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,10 +29,19 @@ def reference(directory: Path, gradients: Path) -> list[torch.Tensor]:
     return [row.detach() for row in rows]
 
 
-def write(root: Path, family: str, name: str, **changes: Any) -> tuple[str, str, list[torch.Tensor]]:
-    """A model at a large initial std, where faults show: (its directory, that of its gradients, its log-probs)."""
+@dataclass(frozen=True)
+class Written:
+    """A model directory, one that holds transformers' gradients in the weights' place, and its log-probs of `SEQUENCES`."""
+
+    directory: str
+    gradients: str
+    log_probs: list[torch.Tensor]
+
+
+def write(root: Path, family: str, name: str, **changes: Any) -> Written:
+    """A model at a large initial std, where faults show."""
     directory = write_model(root / name, family, **{"initializer_range": 0.3, **changes})
-    return str(directory), str(root / f"{name}-gradients"), reference(directory, root / f"{name}-gradients")
+    return Written(str(directory), str(root / f"{name}-gradients"), reference(directory, root / f"{name}-gradients"))
 
 
 def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, Any], size: int = 2) -> Any:
@@ -78,3 +89,50 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
         reported = {i: row for output in outputs for i, row in output.items()} if training.is_output_rank else {}
         out.append((reported, errors))
     return out
+
+
+def with_fault(cases: list[tuple[str, str, str]], parallel: dict[str, Any]) -> list[dict[str, float]]:
+    """On a rank: the gradients' errors of every (fault, model, gradients), with the fault put in."""
+    out = []
+    for fault, *directories in cases:
+        with fault_of(fault):
+            (_, errors), = log_probs_and_gradients([tuple(directories)], parallel)  # type: ignore[list-item]
+        out.append(errors)
+    return out
+
+
+def fault_of(name: str) -> Any:
+    """A context in which models are built, or run, with the fault."""
+    from parallel import attention, megatron_modules, model
+    from parallel.device import Device, prepare_megatron
+    from parallel.routing import choose_experts
+
+    prepare_megatron(Device("cpu", "gloo"))
+    from megatron.core.tensor_parallel import RowParallelLinear
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk
+
+    def megatrons_groups(logits: torch.Tensor, moe: Any, bias: Any = None) -> Any:
+        scores = logits.softmax(-1)
+        _, indices = group_limited_topk(scores, moe.top_k, len(scores), moe.num_experts, moe.groups, moe.top_groups)
+        return scores.gather(1, indices) * moe.scaling, indices
+
+    original = attention.SDPACoreAttention.__init__
+
+    def changed(change: Any) -> Any:
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            original(self, *arguments, **named)
+            change(self)
+
+        return mock.patch.object(attention.SDPACoreAttention, "__init__", init)
+
+    def no_sinks(core: Any, *arguments: Any) -> Any:
+        core.softmax_offset.data.fill_(-1e4)
+
+    return {
+        "latent attention as Megatron has it": lambda: mock.patch.object(model, "whole_along_sequence", lambda module, inputs, output: None),
+        "expert biases summed over tp": lambda: mock.patch.object(megatron_modules.BiasedRowLinear, "__init__", RowParallelLinear.__init__),
+        "window one too long": lambda: changed(lambda core: setattr(core, "window", core.window and core.window + 1)),
+        "sinks left out": lambda: changed(lambda core: core.register_forward_pre_hook(no_sinks)),
+        "no correction bias": lambda: mock.patch.object(megatron_modules, "choose_experts", lambda logits, moe, bias=None: choose_experts(logits, moe)),
+        "Megatron's choice of groups": lambda: mock.patch.object(megatron_modules, "choose_experts", megatrons_groups),
+    }[name]()
