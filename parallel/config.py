@@ -195,7 +195,8 @@ def _cut_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
     if model.moe is not None and model.moe.shared_intermediate_size:
         sizes.append(("shared experts' intermediate size", model.moe.shared_intermediate_size))
     if model.mla is not None:  # Megatron's local spec cuts the down-projections too
-        sizes += [("q_lora_rank", model.mla.q_lora_rank or 0), ("kv_lora_rank + qk_rope_head_dim", model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)]
+        m = model.mla
+        sizes += [("q_lora_rank", m.q_lora_rank or 0), ("kv_lora_rank + qk_rope_head_dim", m.kv_lora_rank + m.qk_rope_head_dim)]
     return sizes
 
 

@@ -94,7 +94,8 @@ def _attention(model: ModelConfig) -> dict[str, Any]:
     out: dict[str, Any] = dict(softmax_type="learnable") if model.sinks else {}
     if model.sliding_window is not None and model.windowed_layers:
         # a window of w keys holds the position itself and w - 1 before it
-        out.update(window_size=(model.sliding_window - 1, 0), window_attn_skip_freq=[int(i in model.windowed_layers) for i in range(model.num_layers)])
+        out.update(window_size=(model.sliding_window - 1, 0),
+                   window_attn_skip_freq=[int(i in model.windowed_layers) for i in range(model.num_layers)])
     if model.mla is not None:
         # the frequencies are set by `set_frequencies`; of these numbers only the softmax scale is made
         yarn = model.rope_scaling if isinstance(model.rope_scaling, Yarn) else Yarn(1.0, model.max_position_embeddings)

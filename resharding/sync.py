@@ -79,16 +79,17 @@ class WeightSync:
         started = time.perf_counter()
         what = f"weights version {version} is not committed"
         with together(what, self.group):
-            weights = self._prepare(source_tensors, engine)
+            weights, source_tensors = self._prepare(source_tensors, engine)
         checksums, checksum_seconds = self._move(what, source_tensors, weights)
         try:
             with together(what, self.group):
                 if engine is not None:
                     engine.commit(version, checksums)
             begun = time.perf_counter()
-            with together(what, self.group):
-                if engine is not None and self.checksums:
-                    engine.verify()
+            if self.checksums:
+                with together(what, self.group):
+                    if engine is not None:
+                        engine.verify()
         except Exception:
             if engine is not None:  # engines that did commit must refuse like the one that could not
                 engine.begin_update()
@@ -96,8 +97,11 @@ class WeightSync:
         ended = time.perf_counter()
         return SyncReport(self._bytes, ended - started, checksum_seconds + ended - begun, version)
 
-    def _prepare(self, source_tensors: Mapping[str, torch.Tensor], engine: WeightsReceiver | None) -> Mapping[str, torch.Tensor]:
+    def _prepare(self, source_tensors: Mapping[str, torch.Tensor],
+                 engine: WeightsReceiver | None) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+        """The tensors to write, and those to read (collective where the transform needs to know more than its own shards)."""
         weights: Mapping[str, torch.Tensor] = {}
+        source_tensors = self.transform.prepare(source_tensors)
         if engine is not None:
             engine.begin_update()
             weights = engine.weights()
@@ -105,7 +109,7 @@ class WeightSync:
             check_tensors(self._destination, weights)
         if self._source is not None:
             check_tensors(self._source, source_tensors)
-        return weights
+        return weights, source_tensors
 
     def _move(self, what: str, source_tensors: Mapping[str, torch.Tensor],
               weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], float]:
@@ -113,9 +117,9 @@ class WeightSync:
         with together(what, self.group) as step:
             execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes, self.transform, self.transport)
             begun = time.perf_counter()
-            values = piece_checksums(self._source, source_tensors, self._dtypes) if self._source is not None and self.checksums else []
+            values = piece_checksums(self._source, source_tensors, self._dtypes, self.transform) if self._source is not None and self.checksums else []
             seconds = time.perf_counter() - begun
-            step.payload = (self.rank, values)
+            step.payload = (self.rank, values) if self.checksums else None
         begun = time.perf_counter()
         if not self.checksums:
             return {}, 0.0

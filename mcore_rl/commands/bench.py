@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, value in figures.items():
-        table.add_row(key, f"{value:,.4g}" if isinstance(value, (int, float)) else str(value))
+        table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if arguments.json or "--json" in arguments.options:
         print(json.dumps(figures), flush=True)

@@ -11,4 +11,4 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     return {"qkv_bias": True, **qwen_window(hf)}
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, dense_decoder)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, dense_decoder, defaults={"num_key_value_heads": 32})

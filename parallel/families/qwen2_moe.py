@@ -21,4 +21,4 @@ def parameters(c: ModelConfig) -> tuple[Parameter, ...]:
     return decoder(c, grouped_query_attention(c), dense_mlp(c), experts(c, shared="shared_expert"))
 
 
-FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", read, parameters)
+FAMILY = Family("qwen2_moe", "Qwen2MoeForCausalLM", read, parameters, defaults={"num_key_value_heads": 16})

@@ -12,4 +12,4 @@ def read(hf: dict[str, Any]) -> dict[str, Any]:
     return {"qk_norm": True, "head_dim": int(hf.get("head_dim") or 128), **qwen_window(hf)}
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", read, dense_decoder)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", read, dense_decoder, defaults={"num_key_value_heads": 32})

@@ -24,7 +24,7 @@ from resharding.layouts.fp8 import fp8_blocks, fp8_layout, fp8_party, fp8_weight
 from resharding.plan import Plan, make_plan
 from resharding.transform import CAST, Fp8Source
 from resharding.transport import in_place
-from resharding.transport.point_to_point import execute
+from resharding.transport.choose import execute
 from tests.conftest import SHARED
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, cast, mcore_shard, tiny, trtllm_shard
 from tests.worker_pool import run_ranks
@@ -377,7 +377,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(value: float) -> None:
 
 # Over real ranks: the exchange, and the transports
 
-def move_between_ranks(block: tuple[int, int]) -> tuple[Tensors, dict[str, int]]:
+def move_between_ranks(block: tuple[int, int]) -> tuple[list[Tensors], dict[str, int]]:
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -390,21 +390,23 @@ def move_between_ranks(block: tuple[int, int]) -> tuple[Tensors, dict[str, int]]
     transform = Fp8Source(source, rank)
     plan = make_plan(source, destination, fp8_blocks(blocks, weights, block), rank=rank)
     mine = destination.layout(rank)
-    arrived = {name: t.view(torch.uint8).fill_(255).view(t.dtype) for name, t in empty_tensors(mine).items()}
-    for seed in (1, 0):  # the second move of one transform reuses its buffers
+    moved = []
+    for seed, transport in ((1, "auto"), (0, "point_to_point"), (0, "auto")):  # later moves of one transform reuse its buffers
+        moved.append({name: t.view(torch.uint8).fill_(255).view(t.dtype) for name, t in empty_tensors(mine).items()})
         held = transform.prepare(mcore_shard(canonical_tensors(model, BF16, seed), model, par, rank, 2))
-        execute(plan, held, arrived, rank, transform=transform)
+        execute(plan, held, moved[-1], rank, transform=transform, transport=transport)
     everyone: list[Any] = [None, None]
     dtypes = {p.canonical: t.dtype for t in mine.tensors for p in t.pieces if p.canonical}
     dist.all_gather_object(everyone, piece_checksums(source.layout(rank), held, dtypes, transform))
-    return arrived, verify([source.layout(r) for r in range(2)], everyone)
+    return moved[1:], verify([source.layout(r) for r in range(2)], everyone)
 
 
 def test_two_ranks_that_cut_blocks_quantise_as_one() -> None:
     model = engine_model(intermediate_size=36)
     expected = expected_fp8(trtllm_shard(canonical_tensors(model, BF16), model, 1, 0), CHOSEN)
-    for rank, (arrived, sums) in enumerate(run_ranks(2, move_between_ranks, BLOCK)):
-        same(arrived, expected)
+    for rank, (moved, sums) in enumerate(run_ranks(2, move_between_ranks, BLOCK)):
+        for arrived in moved:
+            same(arrived, expected)
         layout = fp8_layout(trtllm_party(model, ((0,), (1,)), BF16).layout(rank), fp8_weights(model), BLOCK)
         assert verify([layout], [piece_checksums(layout, arrived)], sums) == sums
 

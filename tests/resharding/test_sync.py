@@ -13,10 +13,13 @@ from parallel.config import ParallelConfig
 from parallel.model_config import ModelConfig
 from resharding.checksum import piece_checksums, verify
 from resharding.errors import SyncError, WeightsError
-from resharding.layout import canonical_shapes, empty_tensors
-from resharding.layouts import mcore_layout, trtllm_layout
+from resharding.fp8 import quantise
+from resharding.layout import canonical_blocks, canonical_shapes, empty_tensors
+from resharding.layouts import mcore_layout, mcore_party, trtllm_layout, trtllm_party
+from resharding.layouts.fp8 import fp8_blocks, fp8_party, fp8_weights, scaled_party
 from resharding.plan import make_plan
 from resharding.sync import WeightSync
+from resharding.transform import Fp8Source
 from resharding.transport import execute
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, tiny, trtllm_shard
 from tests.worker_pool import run_ranks
@@ -190,3 +193,27 @@ def test_a_sync_in_one_process_needs_no_process_group() -> None:
     report = sync.run(mcore_shard(full, model, ParallelConfig(), 0, 1), engine, 7)
     assert engine.version == report.version == 7
     assert_same(engine.tensors, trtllm_shard(full, model, 1, 0))
+
+
+def sync_in_fp8(block: tuple[int, int]) -> tuple[Tensors, dict[str, int], int | None]:
+    rank, model = dist.get_rank(), tiny("qwen3", hidden_size=16, intermediate_size=36, head_dim=8)  # tp 2 cuts blocks of the feed-forward
+    blocks, weights, parallel = canonical_blocks(model), fp8_weights(model), ParallelConfig(tp=2)
+    trainer = scaled_party(mcore_party(model, parallel, 2, torch.bfloat16), weights, len(blocks), block)
+    engines = fp8_party(trtllm_party(model, ((0,), (1,)), torch.bfloat16), weights, len(blocks), block)
+    engine = RecordingEngine(empty_tensors(engines.layout(rank)))
+    sync = WeightSync(trainer, engines, fp8_blocks(blocks, weights, block), rank, transform=Fp8Source(trainer, rank))
+    for version in (1, 2):
+        sync.run(mcore_shard(canonical_tensors(model, torch.bfloat16, version), model, parallel, rank, 2), engine, version)
+    found = verify([engines.layout(rank)], [piece_checksums(engines.layout(rank), engine.tensors)], engine.checksums)
+    return engine.tensors, found, engine.version
+
+
+def test_an_fp8_engine_is_synced_to_the_quantised_weights_and_checked() -> None:
+    model = tiny("qwen3", hidden_size=16, intermediate_size=36, head_dim=8)
+    whole = trtllm_shard(canonical_tensors(model, torch.bfloat16, 2), model, 1, 0)
+    for tensors, sums, version in run_ranks(2, sync_in_fp8, (4, 4)):
+        assert version == 2 and "model.layers.0.mlp.down_proj.weight_scale_inv" in sums
+        for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
+            codes, scales = quantise(whole[name], (4, 4))
+            assert torch.equal(tensors[name].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(tensors[name + "_scale_inv"], scales)
+        assert torch.equal(tensors["model.embed_tokens.weight"], whole["model.embed_tokens.weight"]), "what is not quantised arrives as it is"
