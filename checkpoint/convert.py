@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +56,18 @@ class Source:
     files: Mapping[str, Any]
     companions: Path | None
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of most of its bytes."""
-        sizes: dict[torch.dtype, int] = {}
-        for name, dtype in self.dtypes.items():
-            sizes[dtype] = sizes.get(dtype, 0) + self._sizes[name] * dtype.itemsize
-        return max(sizes, key=lambda d: sizes[d])
+        sizes: Counter[torch.dtype] = Counter()
+        for name, shape in canonical_shapes(self.model).items():
+            sizes[self.dtypes[name]] += torch.Size(shape).numel() * self.dtypes[name].itemsize
+        return sizes.most_common(1)[0][0]
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of every canonical tensor; FP8 is read as the model's."""
         return stored_dtypes(self.layout, getattr(torch, self.model.dtype))
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: torch.Size(shape).numel() for name, shape in canonical_shapes(self.model).items()}
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class Assembler:
 
     def values(self, part: Part) -> Tensor:
         """The values of a part, contiguous, valid until the next call: a view of the source's file where it holds them just so."""
-        copies, shape = list(self._cut(part)), shape_of(part.box)
+        copies, shape = [one for copy in self._cut(part) for one in _by_chunk(copy, self.files)], shape_of(part.box)
         if len(copies) == 1 and volume(copies[0].src_box) == volume(part.box) and not copies[0].dst_view.transposed:
             found = CAST.read(copies[0], self.files)
             if found.dtype == part.local.dtype and found.is_contiguous():
@@ -86,8 +86,7 @@ class Assembler:
             out.zero_()
         with torch.no_grad():
             for copy in copies:
-                for one in _by_chunk(copy, self.files):
-                    one.dst_view.of(out)[slices(one.dst_box)].copy_(CAST.read(one, self.files).reshape(shape_of(one.dst_box)))
+                copy.dst_view.of(out)[slices(copy.dst_box)].copy_(CAST.read(copy, self.files).reshape(shape_of(copy.dst_box)))
         return out
 
     def _memory(self, nbytes: int) -> Tensor:

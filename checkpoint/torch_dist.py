@@ -108,6 +108,7 @@ class TorchDistFiles(Mapping[str, Chunked]):
         self.metadata = read_metadata(self.directory)
         self._tensors = {key: item for key, item in self.metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
         self._chunks = self._find_chunks()
+        self._made: dict[str, Chunked] = {}
         self._maps: dict[str, mmap.mmap] = {}
         self._taken: list[Place] = []
         self._starts: dict[Place, tuple[int, torch.dtype, tuple[int, ...]] | None] = {}
@@ -134,8 +135,10 @@ class TorchDistFiles(Mapping[str, Chunked]):
         return chunks
 
     def __getitem__(self, key: str) -> Chunked:
-        item = self._tensors[key]
-        return Chunked(self, key, item.properties.dtype, tuple(item.size), self._chunks[key])
+        if key not in self._made:  # it finds its chunks by index once
+            item = self._tensors[key]
+            self._made[key] = Chunked(self, key, item.properties.dtype, tuple(item.size), self._chunks[key])
+        return self._made[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

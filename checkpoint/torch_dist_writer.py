@@ -128,7 +128,7 @@ class TorchDistWriter:
 
     def _write_empty_object(self) -> None:
         out = io.BytesIO()
-        torch.save(None, out)
+        torch.save([None], out)  # Megatron writes the objects of a key as a list
         self._begin(len(out.getvalue()))
         offset = self._position
         self._append(out.getvalue())

@@ -42,7 +42,7 @@ class ParallelConfig:
     first_stage_layers: int | None = field(default=None, metadata={"help": "decoder layers of the first pipeline stage; the rest is split evenly"})
     last_stage_layers: int | None = field(default=None, metadata={"help": "decoder layers of the last pipeline stage; the rest is split evenly"})
     pipeline_layout: str | None = field(default=None, metadata={"help": "Megatron's stage layout, e.g. \"Et*3|tt|ttL\": stages (times vpp) between |, E embedding, t layer, L loss"})
-    sequence_parallel: bool = field(default=False, metadata={"help": "cut norms and dropout along the sequence over tp (needs tp > 1)"})
+    sequence_parallel: bool = field(default=False, metadata={"help": "cut norms and dropout along the sequence over tp (needs tp > 1; experts and latent attention with tp > 1 need it)"})
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "vpp", "etp", "first_stage_layers", "last_stage_layers"):

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def add(commands: Any) -> None:
     p = command(commands, "bench", "Measure one question beside a rival or a physical limit; the files are in benchmarks/.",
-                "mcore-rl bench sync --json")
+                "mcore-rl bench reshard --train tp2 --rollout tp2 --procs 2 --json")
     p.add_argument("name", metavar="NAME", help="what to measure: " + (", ".join(_names()) or "nothing here (benchmarks/ is not beside the packages)"))
     p.add_argument("--json", action="store_true", help="print the figures as one JSON object on the last line")
     p.add_argument("options", nargs=argparse.REMAINDER, help="options of the benchmark; `mcore-rl bench NAME --help` lists them")

@@ -59,7 +59,7 @@ def _pairs(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[
         pairs = {(c.src_rank, c.dst_rank) for c in plan.copies if rank in (c.src_rank, c.dst_rank) and c.src_rank != c.dst_rank}
         if transport == "auto" and dist.is_initialized() and dist.get_world_size(group) > 1:
             peers = meet(group)
-            devices = _devices(source, destination, peers.control)
+            devices = _devices(source, destination, peers.control or group)
             for src, dst in pairs:
                 served[_way(src, dst, devices, peers)].add((src, dst))
         elif pairs:
@@ -80,12 +80,12 @@ def _way(src: int, dst: int, devices: Mapping[int, tuple[str, str]], peers: Peer
 
 
 def _devices(source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor],
-             control: dist.ProcessGroup | None) -> dict[int, tuple[str, str]]:
+             group: dist.ProcessGroup | None) -> dict[int, tuple[str, str]]:
     """Of every rank, the kind of device of its source and its destination tensors."""
     mine = _kind(source), _kind(destination)
-    everyone: list[tuple[str, str]] = [mine] * dist.get_world_size(control)
-    dist.all_gather_object(everyone, mine, group=control)
-    return dict(zip(dist.get_process_group_ranks(control), everyone, strict=True))
+    everyone: list[tuple[str, str]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
 
 
 def _kind(tensors: Mapping[str, torch.Tensor]) -> str:

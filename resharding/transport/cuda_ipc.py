@@ -42,7 +42,7 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
         if src != dst and rank in (src, dst) and (dst, src) not in peers.sees:
             raise WeightsError(f"rank {dst} does not see the GPU of rank {src} (another host, or hidden by CUDA_VISIBLE_DEVICES); "
                                "use the point-to-point transport")
-    return same_host.run(CudaIpc(torch.device("cuda", torch.cuda.current_device())), peers.control, plan, source, destination, rank,
+    return same_host.run(CudaIpc(torch.device("cuda", torch.cuda.current_device())), peers.control or group, plan, source, destination, rank,
                          bucket_bytes, transform, pairs)
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from resharding.hosts import hosts
 from resharding.transport import process_memory
 from resharding.transport.buckets import SharedBytes, open_bytes
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NONCE = 32
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Pairs are (reader, owner) in global ranks. `control` is a group whose messages travel through host memory."""
+    """Pairs are (reader, owner) in global ranks. `control`: a group like the one that met, for messages of host memory; None: that one."""
 
     maps: frozenset[tuple[int, int]]  # the reader can map the owner's buckets
     reads: frozenset[tuple[int, int]]  # the reader can read all of the owner's memory
@@ -35,7 +33,7 @@ _known: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
 def meet(group: dist.ProcessGroup | None = None) -> Peers:
     """Collective over `group`, at its first use; remembered for as long as the group lives."""
-    key = group or dist.group.WORLD
+    key = group if group is not None else dist.group.WORLD
     assert key is not None
     if key not in _known:
         _known[key] = _meet(key)
@@ -43,28 +41,23 @@ def meet(group: dist.ProcessGroup | None = None) -> Peers:
 
 
 def _meet(group: dist.ProcessGroup) -> Peers:
-    control = group
+    own = None
     if "gloo" not in dist.get_backend_config(group):
-        control = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    control, rank = own or group, dist.get_rank()
     secret = secrets.token_bytes(_NONCE)
     memory = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
     shared = SharedBytes(_NONCE) if hasattr(os, "memfd_create") else None
     if shared is not None:
         shared.tensor.copy_(memory)
-    card = {"host": host(), "pid": os.getpid(), "secret": secret, "address": memory.data_ptr(), "path": shared and shared.path, "gpus": _gpus()}
+    card = {"pid": os.getpid(), "secret": secret, "address": memory.data_ptr(), "path": shared and shared.path, "gpus": _gpus()}
     with process_memory.readable():
-        cards = _gather(card, control)
-        rank = dist.get_rank()
-        neighbours = [r for r, other in cards.items() if r != rank and other["host"] == card["host"]]
+        host, cards = hosts(control), _gather(card, control)
+        neighbours = [r for r in cards if r != rank and host[r] == host[rank]]
         tried = {"maps": {r for r in neighbours if _maps(cards[r])}, "reads": {r for r in neighbours if _reads(cards[r])},
                  "sees": {r for r in neighbours if set(cards[r]["gpus"][:1]) & set(card["gpus"])}}
         found = _gather(tried, control)
-    return Peers(*(frozenset((r, o) for r, mine in found.items() for o in mine[what]) for what in ("maps", "reads", "sees")), control)
-
-
-def host() -> str:
-    """A name for this host: two containers with a hostname each are two hosts."""
-    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.is_file() else ''}"
+    return Peers(*(frozenset((r, o) for r, mine in found.items() for o in mine[what]) for what in ("maps", "reads", "sees")), own)
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:

@@ -57,7 +57,7 @@ def _messages(plan: Plan, rank: int, bucket_bytes: int, pairs: Pairs | None) -> 
 
 def message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where messages must live: NCCL sends from its GPU, gloo from host memory, wherever the tensors are."""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend_config(group) else torch.device("cpu")
 
 
 @dataclass

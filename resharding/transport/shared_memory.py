@@ -43,7 +43,7 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
     for src, dst in {(c.src_rank, c.dst_rank) for c in plan.copies} if pairs is None else pairs:
         if src != dst and rank in (src, dst) and (dst, src) not in memory.peers.maps:
             raise WeightsError(f"ranks {src} and {dst} share no memory (another host, container or user); use the point-to-point transport")
-    return same_host.run(memory, memory.peers.control, plan, source, destination, rank, bucket_bytes, transform, pairs)
+    return same_host.run(memory, memory.peers.control or group, plan, source, destination, rank, bucket_bytes, transform, pairs)
 
 
 class SharedMemory:

@@ -21,8 +21,11 @@ from tests.runs import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
-    "sync": {"bytes", "seconds", "gb_per_s", "checksum_seconds", "verify_seconds", "plan_seconds", "copy_seconds", "copy_gb_per_s",
-             "rival_seconds", "rival_gb_per_s", "bytes_between_ranks", "tp", "device"},
+    "reshard": {"bytes_needed", "bytes_moved", "bytes_between_ranks", "seconds", "seconds_without_checksums", "checksum_seconds", "plan_seconds",
+                "gb_per_s", "gb_per_s_without_checksums", "copy_gb_per_s", "of_copy", "of_copy_without_checksums", "transport",
+                "transport_gb_per_s", "of_transport_without_checksums", "peak_extra_bytes", "bucket_bytes", "gather_seconds",
+                "gather_fairness", "all_gather_gb_per_s", "times_faster_than_gather", "times_faster_than_gather_without_checksums",
+                "train", "rollout", "procs", "dtype", "device"},
     "rollout": {"tokens", "engine_seconds", "engine_tokens_per_s", "transformers_seconds", "transformers_tokens_per_s", "gemm_gflops",
                 "ceiling_tokens_per_s", "engine_of_ceiling", "dtype", "device", "threads"},
     "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
@@ -53,12 +56,22 @@ def test_every_benchmark_is_tested_here() -> None:
     assert set(KEYS) == {p.stem for p in (ROOT / "benchmarks").glob("[!_]*.py")}
 
 
-def test_sync_moves_the_model_and_agrees_with_its_rival(tmp_path: Path) -> None:
+def test_reshard_moves_what_the_engine_needs_and_agrees_with_its_rival(tmp_path: Path) -> None:
+    """Two stages to TP2: half of the bytes come from the other rank, and the vocabulary is padded."""
     model = write_model(tmp_path / "model", "qwen2", vocab_size=201)
-    found = figures("sync", "--model", str(model), "--repeat", "1")
+    found = figures("reshard", "--model", str(model), "--train", "pp2", "--rollout", "tp2", "--procs", "2", "--repeat", "1")
     layouts = [trtllm_layout(ModelConfig.from_directory(model), 2, r, r, torch_dtype("bfloat16")) for r in range(2)]
     padding = 2 * 64 * 2  # a row of the embedding and one of the head
-    assert found["bytes"] == sum(layout.nbytes for layout in layouts) - padding and found["bytes_between_ranks"] < found["bytes"]
+    assert found["bytes_moved"] == found["bytes_needed"] == sum(layout.nbytes for layout in layouts) - padding
+    assert 0 < found["bytes_between_ranks"] < found["bytes_moved"] and found["transport"] == "in_place + shared_memory"
+    assert 0 <= found["peak_extra_bytes"] <= 2 * found["bucket_bytes"]
+
+
+def test_the_gpu_session_says_what_this_machine_lacks() -> None:
+    done = subprocess.run(["benchmarks/gpu_session.sh", sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=120,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not run: needs") == 6 and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
 
 
 def test_rollout_makes_the_tokens_it_counts(tmp_path: Path) -> None:
@@ -75,9 +88,9 @@ def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> N
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(UserError, match="did you mean 'sync'"):
-        execute(argparse.Namespace(name="sinc", options=[], json=False))
-    for name, options, words in (("sync", ["--repeat", "0"], "--repeat 0"), ("rollout", ["--model", "models/none"], "models/none"),
+    with pytest.raises(UserError, match="did you mean 'reshard'"):
+        execute(argparse.Namespace(name="reshrad", options=[], json=False))
+    for name, options, words in (("reshard", ["--repeat", "0"], "--repeat 0"), ("rollout", ["--model", "models/none"], "models/none"),
                                  ("rollout", ["--samples", "0"], "--samples is 0"), ("step", ["--steps", "1"], "--steps 1")):
         with pytest.raises(UserError, match=words):
             execute(argparse.Namespace(name=name, options=options, json=False))

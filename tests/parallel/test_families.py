@@ -19,7 +19,7 @@ SEQUENCE = dict(tp=2, sequence_parallel=True)
 LAYOUTS: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {}, list(FAMILY_TINY)),
     (2, dict(tp=2), ["mistral", "qwen3"]),
-    (2, dict(ep=2), ["qwen3_moe", "mixtral", "glm4_moe"]),
+    (2, dict(ep=2), ["qwen3_moe", "mixtral", "glm4_moe"]), (2, dict(SEQUENCE, etp=1), ["qwen3_moe"]),
     (2, dict(SEQUENCE, ep=2, etp=1), ["qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"]),
     (2, dict(pp=2, first_stage_layers=1), ["deepseek_v3", "gpt_oss"]),
     (2, dict(pp=2, vpp=2, pipeline_layout="Et|t|tt|L"), ["deepseek_v3", "qwen2_moe"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: write_model(root / family, family) for family in FAMILY_TINY}
 
 
-def fill(directories: list[Path], parallel: ParallelConfig) -> None:
+def fill(directories: list[Path], parallel: ParallelConfig, counts: list[int] | None = None) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = select_device("cpu")
     prepare_megatron(device)
@@ -38,7 +39,7 @@ def fill(directories: list[Path], parallel: ParallelConfig) -> None:
         assert sorted(tensors) == sorted(layout.by_name)
         check_tensors(layout, tensors)
         read_hf(directory, layout, tensors, model)
-        assert_same(tensors, mcore_shard(canonical(directory, model), model, parallel, rank, world))
+        assert_same(tensors, mcore_shard(canonical(directory, model), model, parallel, rank, world, counts=counts))
 
 
 def canonical(directory: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
@@ -65,11 +66,13 @@ EXPERTS = [family for family, sizes in FAMILY_TINY.items() if "num_experts_per_t
 CUT = dict(tp=2, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("world, parallel, families", [
-    (1, ParallelConfig(), list(FAMILY_TINY)), (2, ParallelConfig(**CUT, etp=1), list(FAMILY_TINY)), (2, ParallelConfig(ep=2), EXPERTS),
-    (2, ParallelConfig(**CUT, ep=2, etp=1), EXPERTS), (2, ParallelConfig(pp=2, first_stage_layers=1), list(FAMILY_TINY)),
-    (2, ParallelConfig(pp=2, vpp=2, pipeline_layout="Et|t|tt|L"), ["llama", "qwen2_moe", "deepseek_v3", "gpt_oss"]),
-    pytest.param(4, ParallelConfig(**CUT, ep=2, etp=2), [f for f in EXPERTS if f != "gpt_oss"], marks=pytest.mark.slow),
-    pytest.param(4, ParallelConfig(**CUT, pp=2, ep=2, etp=1), EXPERTS, marks=pytest.mark.slow)], ids=str)
-def test_the_layout_of_every_family_is_megatrons(models: dict[str, Path], world: int, parallel: ParallelConfig, families: list[str]) -> None:
-    run_ranks(world, fill, [models[family] for family in families], parallel)
+@pytest.mark.parametrize("world, parallel, counts, families", [
+    (1, {}, None, list(FAMILY_TINY)), (2, dict(CUT, etp=1), None, list(FAMILY_TINY)), (2, dict(ep=2), None, EXPERTS),
+    (2, dict(CUT, ep=2, etp=1), None, EXPERTS), (2, dict(pp=2, first_stage_layers=1), [1, 3], list(FAMILY_TINY)),
+    (2, dict(pp=2, vpp=2, pipeline_layout="Et|t|tt|L"), [1, 1, 2, 0], ["llama", "qwen2_moe", "deepseek_v3", "gpt_oss"]),
+    pytest.param(4, dict(CUT, ep=2, etp=2), None, [f for f in EXPERTS if f != "gpt_oss"], marks=pytest.mark.slow),
+    pytest.param(4, dict(CUT, pp=2, ep=2, etp=1), None, EXPERTS, marks=pytest.mark.slow)], ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_the_layout_of_every_family_is_megatrons(models: dict[str, Path], world: int, parallel: dict[str, Any], counts: list[int] | None,
+                                                 families: list[str]) -> None:
+    """`counts` are the decoder layers of every stage, chunk by chunk."""
+    run_ranks(world, fill, [models[family] for family in families], ParallelConfig(**parallel), counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from resharding.transport.buckets import SharedBytes, open_bytes
 from resharding.transport.messages import Message
 from resharding.transport.peers import Peers, meet
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, tiny, trtllm_shard
+from tests.resharding.dying import killed_while_it_is_read, ring, run_and_lose, sync_and_lose
 from tests.worker_pool import run_ranks
 from trtllm_rollout.embedded.engine import EmbeddedEngine
 
@@ -288,3 +290,27 @@ def test_a_flipped_bit_is_found_and_the_same_sync_twice_gives_the_same(transport
         assert [version for version, _ in seen] == [1, None, 3, 3]
         assert "model.layers.1." in seen[1][1] and "checksum" in seen[1][1]
         assert [text for _, text in seen[2:]] == ["as expected"] * 2
+
+
+@pytest.mark.parametrize("transport, reads", [("point_to_point", 0), ("point_to_point", 1), ("shared_memory", 0), ("shared_memory", 6)])
+def test_a_rank_that_dies_is_an_error_on_all_others(transport: str, reads: int) -> None:
+    """Killed when it reads its tensors for the n-th time: the others name it, and do not wait for each other either."""
+    first, dead, third = run_and_lose(3, ring, transport, reads, torch.float64)
+    assert dead == signal.SIGKILL
+    assert "rank 1 is lost" in first and "rank 1 is lost" in third
+
+
+def test_a_rank_that_dies_while_it_is_read_is_an_error_on_all_others() -> None:
+    first, dead, third = run_and_lose(3, killed_while_it_is_read, "shared_memory")
+    assert dead == signal.SIGKILL
+    for text in (first, third):
+        assert "rank 1 is lost" in text or "No such process" in text
+
+
+@pytest.mark.parametrize("transport", ["point_to_point", "shared_memory"])
+def test_no_engine_commits_a_sync_in_which_a_rank_dies(transport: str) -> None:
+    """The trainer dies, then one of the engines."""
+    for dies in (0, 2):
+        results = run_and_lose(3, sync_and_lose, transport, dies)
+        assert results.pop(dies) == signal.SIGKILL
+        assert all(version is None and error for version, error in results), results
