@@ -21,6 +21,7 @@ from resharding.transform import CAST, Transform
 from resharding.transport import same_host
 from resharding.transport.buckets import Buckets
 from resharding.transport.in_place import MoveReport
+from resharding.transport.memory import Offer, Place
 from resharding.transport.messages import BUCKET, Pairs
 from resharding.transport.peers import meet
 
@@ -34,8 +35,8 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
 
     `pairs`: only these (source, destination) ranks. Tensors are on the ranks' current GPUs. Where parts lie is told once for a plan and
     the addresses of its source, handles each time. The sender's stream is finished before others read, and the sender returns when
-    they have read. Casts happen at the source. A rank that fails keeps the protocol and raises at the end. Raises WeightsError where a rank does not see
-    the other's GPU. Not run on a GPU yet.
+    they have read. Casts happen at the source. A rank that fails keeps the protocol and raises at the end. Raises WeightsError where
+    a rank does not see the other's GPU. Not run on a GPU yet.
     """
     peers = meet(group)
     for src, dst in {(c.src_rank, c.dst_rank) for c in plan.copies} if pairs is None else pairs:
@@ -63,7 +64,7 @@ def open_handle(handle: Any) -> torch.Tensor:
 
 
 class CudaIpc:
-    """See `same_host.Memory`. A storage is shared as its IPC handle, for one execution.
+    """See `memory.Memory`. A storage is shared as its IPC handle, for one execution.
 
     A mapping that lasted would keep the weights of a trainer that moves them off the GPU until the next sync, and would show the old
     ones where new memory has the old address.
@@ -88,7 +89,7 @@ class CudaIpc:
     def share_buckets(self, buckets: Buckets) -> Any:
         return make_handle(buckets.tensor.untyped_storage()), buckets.size
 
-    def open(self, offer: same_host.Offer, buckets: Buckets, slot: int) -> "_Reader":
+    def open(self, offer: Offer, buckets: Buckets, slot: int) -> "_Reader":
         return _Reader(offer)
 
     def settle(self) -> None:
@@ -97,7 +98,7 @@ class CudaIpc:
 
 
 class _Reader:
-    def __init__(self, offer: same_host.Offer) -> None:
+    def __init__(self, offer: Offer) -> None:
         self.storages = [open_handle(handle) for handle in offer.storages]
         if offer.buckets is not None:
             handle, self.size = offer.buckets
@@ -106,13 +107,13 @@ class _Reader:
     def bucket(self, number: int, nbytes: int) -> torch.Tensor:
         return self.buckets[number * self.size:number * self.size + nbytes]
 
-    def read(self, copies: Sequence[tuple[Copy, same_host.Place]], destination: Mapping[str, torch.Tensor]) -> None:
+    def read(self, copies: Sequence[tuple[Copy, Place]], destination: Mapping[str, torch.Tensor]) -> None:
         targets = [copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)] for copy, _ in copies]
         torch._foreach_copy_(targets, [self._part(copy, place) for copy, place in copies])
 
-    def _part(self, copy: Copy, place: same_host.Place) -> torch.Tensor:
+    def _part(self, copy: Copy, place: Place) -> torch.Tensor:
         size = copy.dtype.itemsize
-        bytes_of = self.storages[place.storage]
-        part = torch.empty(0, dtype=copy.dtype, device=bytes_of.device)
-        return part.set_(bytes_of.untyped_storage(), place.offset // size + bytes_of.storage_offset() // size, place.shape,  # type: ignore[call-overload]
-                         tuple(s // size for s in place.strides))
+        whole = self.storages[place.storage]
+        offset = (place.offset + whole.storage_offset()) // size
+        part = torch.empty(0, dtype=copy.dtype, device=whole.device)
+        return part.set_(whole.untyped_storage(), offset, place.shape, tuple(s // size for s in place.strides))  # type: ignore[call-overload]

@@ -17,9 +17,7 @@ import pickle
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,74 +28,10 @@ from resharding.transform import Transform
 from resharding.transport.buckets import Buckets, buckets_of
 from resharding.transport.control import ACK, DONE, OFFER, READY, Control
 from resharding.transport.in_place import MoveReport, copy_own, part_in_place
+from resharding.transport.memory import Memory, Offer, Place, Reader
 from resharding.transport.messages import Message, Pairs, messages_of
 
 SLOT = 4 << 20  # bytes of a bucket that are used: both copies of a packed message then find it in the cache
-
-
-class Place(NamedTuple):
-    """A part of one of the offered storages: `offset` and `strides` in bytes."""
-
-    storage: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class Offer(NamedTuple):
-    """What one rank needs to reach another's memory.
-
-    `places`: one for each copy of the pair, None where it is packed; instead of all, None where they are those of the last offer.
-    """
-
-    storages: tuple[Any, ...]
-    places: tuple[Place | None, ...] | None
-    buckets: Any
-
-
-class Reader(Protocol):
-    """One peer's memory, as its offer opens it."""
-
-    def bucket(self, number: int, nbytes: int) -> torch.Tensor:
-        """The first bytes of the peer's bucket."""
-        ...
-
-    def read(self, copies: Sequence[tuple[Copy, Place]], destination: Mapping[str, torch.Tensor]) -> None:
-        """Copy out of the peer's tensors."""
-        ...
-
-
-class Memory(Protocol):
-    """How the ranks of a host reach each other's memory.
-
-    `lasting`: what was shared stays good for the next execution, if addresses are the same; otherwise it is let go at the end of each.
-    """
-
-    name: str
-    device: torch.device
-    lasting: bool
-
-    def lent(self) -> AbstractContextManager[None]:
-        """Entered while others read. What was written before must be there for them."""
-        ...
-
-    def offers(self, copy: Copy, part: torch.Tensor, reader: int) -> bool:
-        """Whether `reader` takes this part of a source tensor out of it; otherwise it is packed."""
-        ...
-
-    def share(self, storage: torch.UntypedStorage) -> Any:
-        """What a peer needs to reach a storage (pickled)."""
-        ...
-
-    def share_buckets(self, buckets: Buckets) -> Any: ...
-
-    def open(self, offer: Offer, buckets: Buckets, slot: int) -> Reader:
-        """`buckets`: this rank's own, of which the reader may use `slot` bytes while it reads."""
-        ...
-
-    def settle(self) -> None:
-        """Return when all copies out of peers' memory are made."""
-        ...
 
 
 @dataclass

@@ -22,6 +22,7 @@ from resharding.transform import CAST, Transform
 from resharding.transport import process_memory, same_host
 from resharding.transport.buckets import Buckets, open_bytes
 from resharding.transport.in_place import MoveReport
+from resharding.transport.memory import Offer, Place
 from resharding.transport.messages import BUCKET, Pairs, split
 from resharding.transport.peers import Peers, meet
 from resharding.transport.process_memory import Part
@@ -47,7 +48,7 @@ def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping
 
 
 class SharedMemory:
-    """See `same_host.Memory`. A storage is shared as (process, address)."""
+    """See `memory.Memory`. A storage is shared as (process, address)."""
 
     name, device, lasting = "shared_memory", torch.device("cpu"), True
 
@@ -69,7 +70,7 @@ class SharedMemory:
         assert buckets.memory is not None
         return buckets.memory.path, buckets.size
 
-    def open(self, offer: same_host.Offer, buckets: Buckets, slot: int) -> "_Reader":
+    def open(self, offer: Offer, buckets: Buckets, slot: int) -> "_Reader":
         return _Reader(offer, buckets, slot)
 
     def settle(self) -> None:
@@ -77,7 +78,7 @@ class SharedMemory:
 
 
 class _Reader:
-    def __init__(self, offer: same_host.Offer, staging: Buckets, slot: int) -> None:
+    def __init__(self, offer: Offer, staging: Buckets, slot: int) -> None:
         self.storages, self.staging, self.slot = offer.storages, staging, slot
         if offer.buckets is not None:
             path, self.size = offer.buckets
@@ -86,7 +87,7 @@ class _Reader:
     def bucket(self, number: int, nbytes: int) -> torch.Tensor:
         return self.buckets[number * self.size:number * self.size + nbytes]
 
-    def read(self, copies: Sequence[tuple[Copy, same_host.Place]], destination: Mapping[str, torch.Tensor]) -> None:
+    def read(self, copies: Sequence[tuple[Copy, Place]], destination: Mapping[str, torch.Tensor]) -> None:
         for copy, place in copies:
             target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
             if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
@@ -99,7 +100,7 @@ class _Reader:
                 box = at([low - start for (low, _), (start, _) in zip(slab.dst_box, copy.dst_box)], slab.dst_box)
                 self._read(target[slices(box)], place, [low for low, _ in box], short)
 
-    def _read(self, target: torch.Tensor, place: same_host.Place, corner: Sequence[int], short: bool) -> None:
+    def _read(self, target: torch.Tensor, place: Place, corner: Sequence[int], short: bool) -> None:
         """Copy the part of `place` at `corner` to the target, through a bucket where the target's rows are short."""
         process, address = self.storages[place.storage]
         remote = Part(address + place.offset + sum(c * s for c, s in zip(corner, place.strides)), place.strides)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +34,33 @@ def save_models(jobs: list[tuple[str, str]], parallel: dict[str, Any], native: b
     with joined("cpu", 1) as world:
         for source, destination in jobs:
             training = _build(source, parallel, world)
-            if not native:
-                save_model(destination, training, source)
-                continue
-            from megatron.core import dist_checkpointing
-
-            if world.rank == 0:
+            if native:
                 Path(destination).mkdir(parents=True)
-            torch.distributed.barrier()
-            with training.entered():
-                dist_checkpointing.save(model_state(training)["model"], destination)
+                with training.entered(), _children_allowed():
+                    _megatrons_save(model_state(training)["model"], destination)
+            else:
+                save_model(destination, training, source)
+
+
+def _megatrons_save(state: Any, destination: str) -> None:
+    import queue
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # else a process of its own is started for it
+    dist_checkpointing.save(state, destination)
+
+
+@contextlib.contextmanager
+def _children_allowed() -> Iterator[None]:
+    """The pool's workers are daemons, which may have no children; Megatron's writer is one."""
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    settings["daemon"] = False
+    try:
+        yield
+    finally:
+        settings["daemon"] = True
 
 
 def load_models(jobs: list[tuple[str, str]], parallel: dict[str, Any], native: bool = False) -> list[list[str]]:

@@ -130,8 +130,8 @@ def colocated() -> tuple[Plan, dict[str, torch.Tensor], dict[str, torch.Tensor],
     model = tiny("qwen2", num_kv_heads=4)
     trainer, engine = mcore_layout(model, ParallelConfig(), 0, 1, BF16), trtllm_layout(model, 1, 0, 0, BF16)
     full = canonical_tensors(model, BF16)
-    return (make_plan([trainer], [engine], canonical_shapes(model), rank=0), {n: t.clone() for n, t in mcore_shard(full, model, ParallelConfig(), 0, 1).items()},
-            empty_tensors(engine), trtllm_shard(full, model, 1, 0))
+    source = {n: t.clone() for n, t in mcore_shard(full, model, ParallelConfig(), 0, 1).items()}
+    return make_plan([trainer], [engine], canonical_shapes(model), rank=0), source, empty_tensors(engine), trtllm_shard(full, model, 1, 0)
 
 
 def test_neighbours_are_copied_at_once_and_a_new_place_is_noticed() -> None:

@@ -273,7 +273,8 @@ def corrupted(transport: str) -> list[Any]:
             engine.weights()["model.layers.1.mlp.down_proj.weight"].view(torch.uint8)[2, 3] ^= 64
 
     for version in (1, 2, 3, 3):
-        fault = mock.patch.object(*((Message, "views", flip_in_bucket) if transport == "point_to_point" else (process_memory, "read", flip_in_memory)))
+        where = (Message, "views", flip_in_bucket) if transport == "point_to_point" else (process_memory, "read", flip_in_memory)
+        fault = mock.patch.object(*where)
         try:
             with fault if version == 2 else mock.MagicMock():
                 sync.run(source, engine, version)
