@@ -1,4 +1,4 @@
-"""Reading what others pickled without running what others wrote: known plain types are made, anything else becomes a placeholder or is refused."""
+"""Reading what others pickled without running what others wrote: known plain types are made, anything else becomes a placeholder."""
 
 from __future__ import annotations
 
@@ -39,34 +39,28 @@ class Placeholder:
         pass
 
     def append(self, value: Any) -> None:
-        """Part of the pickle protocol for lists."""
+        """What pickle calls to fill a list; `__setitem__` does so for a dictionary and `add` for a set."""
+
+    add = append
 
 
 def _known(module: str, name: str) -> Any:
-    found = _PLAIN.get((module, name))
+    found = _METADATA.get((module, name)) or _PLAIN.get((module, name))
     if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     return found
 
 
-class _Refusing(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _METADATA.get((module, name)) or _known(module, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
-        return found
-
-
-class _Replacing(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _known(module, name) or type(name, (Placeholder,), {"__module__": module})
 
 
 def read_metadata(directory: Path) -> metadata.Metadata:
-    """The `.metadata` of a `torch_dist` checkpoint. Raises UserError where it is missing, damaged, or holds what it must not."""
+    """The `.metadata` of a `torch_dist` checkpoint. Raises UserError where it is missing or damaged."""
     path = directory / ".metadata"
     try:
-        found = _Refusing(io.BytesIO(path.read_bytes())).load()
+        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
         if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
         return found
@@ -82,7 +76,7 @@ def load_common(path: Path) -> dict[str, Any]:
 
     Raises UserError where it is missing or damaged.
     """
-    module = types.SimpleNamespace(Unpickler=_Replacing, load=lambda file, **kwargs: _Replacing(file, **kwargs).load(), __name__="safe_pickle")
+    module = types.SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **kwargs: _Unpickler(file, **kwargs).load(), __name__="safe_pickle")
     try:
         found = torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
     except FileNotFoundError:
