@@ -43,28 +43,33 @@ class Gather:
         names = {p.canonical for layout in self.layouts.values() for t in layout.tensors for p in t.pieces if p.canonical}
         self.scratch = torch.zeros(max(prod(shapes[n]) for n in names) * 4, dtype=torch.uint8, device=device)
         self.wholes: dict[str, torch.Tensor] = {}
-        self.chunk, self.gathered, self.gather_seconds = CHUNKS[0], 0, 0.0
+        self.gathered, self.waits, self.chunk = 0, [0.0], CHUNKS[0]
+        if self.trains and self.tp > 1:
+            self.chunk = max(CHUNKS, key=lambda chunk: max(self._bandwidth(chunk, 64 << 20) for _ in range(2)))
 
-    def bandwidth(self, nbytes: int) -> float:
-        """Bytes per second that every rank receives in all-gathers of `nbytes` in all, at the best message size; which is kept."""
-        best = 0.0
-        for chunk in CHUNKS:
-            if not self.trains or self.tp == 1:
-                break
-            rounds = max(1, min(4, nbytes // chunk)) if chunk < nbytes or chunk == CHUNKS[0] else 0
-            if not rounds:
-                break
-            data = torch.zeros(chunk, dtype=torch.uint8, device=self.device)
-            out = [torch.zeros_like(data) for _ in range(self.tp)]
-            dist.barrier(self.tp_group)
-            started = time.perf_counter()
-            for _ in range(rounds):
-                dist.all_gather(out, data, group=self.tp_group)
-            found = torch.tensor(rounds * chunk * (self.tp - 1) / (time.perf_counter() - started), dtype=torch.float64)
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self.tp_group)
-            if found.item() > best:
-                best, self.chunk = found.item(), chunk
-        return best
+    def bandwidth(self) -> float:
+        """Bytes per second that every rank receives when it gathers as much as `run` did last, from one buffer; 0 where none is gathered."""
+        return self._bandwidth(self.chunk, self.gathered // (self.tp - 1)) if self.trains and self.gathered else 0.0
+
+    def rate(self) -> float:
+        """Bytes per second that every rank received in the last `run`'s all-gathers; of each, the seconds of the rank that came last."""
+        if not self.gathered:
+            return 0.0
+        waits: list[list[float]] = [[]] * self.tp
+        dist.all_gather_object(waits, self.waits, group=self.tp_group)
+        return self.gathered / sum(min(each) for each in zip(*waits, strict=True))
+
+    def _bandwidth(self, chunk: int, nbytes: int) -> float:
+        data = torch.ones(chunk, dtype=torch.uint8, device=self.device)
+        out = [torch.ones_like(data) for _ in range(self.tp)]
+        rounds = max(1, nbytes // chunk)
+        dist.barrier(self.tp_group)
+        started = time.perf_counter()
+        for _ in range(rounds):
+            dist.all_gather(out, data, group=self.tp_group)
+        found = torch.tensor(rounds * chunk * (self.tp - 1) / (time.perf_counter() - started), dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.tp_group)  # the same on all ranks, which choose by it
+        return float(found)
 
     def run(self, trainer: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
         """Fill `engine` (this rank's tensors of the layout `mine`)."""
@@ -75,7 +80,7 @@ class Gather:
                     places[piece.canonical].append((piece.view.of(engine[local.name])[slices(piece.place)], (), slices(piece.region)))
                 else:
                     piece.of(engine[local.name]).zero_()
-        self.gathered, self.gather_seconds = 0, 0.0
+        self.gathered, self.waits = 0, []
         for stage in range(self.pp):
             for name in self.layouts[stage * self.tp].by_name:
                 for canonical, whole in self._whole(stage, name, trainer).items():
@@ -109,7 +114,7 @@ class Gather:
         for low in range(0, len(flat), self.chunk):
             high = min(low + self.chunk, len(flat))
             dist.all_gather([out[low:high] for out in self.shards], flat[low:high], group=self.tp_group)
-        self.gather_seconds += time.perf_counter() - started
+        self.waits.append(time.perf_counter() - started)
         self.gathered += len(flat) * (self.tp - 1)
         return [out[:len(flat)].view(shard.dtype).view(shard.shape) for out in self.shards]
 

@@ -12,11 +12,9 @@ each the fastest counts, so that a busy machine slows all of them alike.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,30 +25,29 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._gather import Gather
+from benchmarks._made_up import model_named, padding_bytes, random_tensors
 from launch.local import run_local
 from parallel.environment import exit_with_launcher, read_environment, start
 from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
 from parallel.sizes import parallel_config, sizes
-from resharding.boxes import slices, volume
-from resharding.layout import Layout, canonical_blocks, canonical_shapes, empty_tensors
+from resharding.layout import canonical_blocks, canonical_shapes
 from resharding.layouts import mcore_party, trtllm_party
+from resharding.layouts.mcore import McoreParty
+from resharding.layouts.trtllm import TrtllmParty
 from resharding.plan import Copy, Plan
 from resharding.sync import WeightSync
 from resharding.transport import TRANSPORTS, execute
 from trtllm_rollout.embedded.engine import EmbeddedEngine
 
 Tensors = Mapping[str, torch.Tensor]
-# a llama of 550 million parameters: 1.1 GB in bfloat16
-MADE_UP = dict(model_type="llama", hidden_size=1536, intermediate_size=4096, num_hidden_layers=18, num_attention_heads=24,
-               num_key_value_heads=8, vocab_size=32000, max_position_embeddings=2048, rope_theta=10000.0, rms_norm_eps=1e-5)
-RANDOM = 1 << 20  # values that are drawn; weights repeat them from a start of their own
-
-
 def measure(options: list[str]) -> dict[str, Any] | None:
     """The figures, on rank 0 (None on the others). A plain process starts the ranks."""
     a = _options(options)
+    parties = _parties(a)  # what does not fit is refused before ranks start
+    if a.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench reshard --device cuda: torch sees no CUDA device")
     if read_environment().world_size == 1 and a.procs > 1:
         if code := run_local(a.procs, sys.argv[1:]):
             raise SystemExit(code)
@@ -58,7 +55,7 @@ def measure(options: list[str]) -> dict[str, Any] | None:
     with _joined(a.device) as (rank, world, device):
         if world != a.procs:
             raise UserError(f"bench reshard --procs {a.procs}: this world has {world} ranks; start {a.procs}, or a plain process")
-        figures = _Bench(a, rank, world, device).measure()
+        figures = _Bench(a, parties, rank, world, device).measure()
     return figures if rank == 0 else None
 
 
@@ -83,20 +80,11 @@ def _options(options: list[str]) -> argparse.Namespace:
     return a
 
 
-def _model(name: str | None) -> ModelConfig:
-    if name is None:
-        return ModelConfig.from_hf(MADE_UP)
-    path = Path(name)
-    return ModelConfig.from_hf(json.loads(path.read_text())) if path.is_file() else ModelConfig.from_directory(path)
-
-
 @contextmanager
 def _joined(device: str) -> Iterator[tuple[int, int, torch.device]]:
     """Join the world: NCCL where every rank has a GPU of its own, gloo everywhere else."""
     environment = read_environment()
     count = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cuda" and not count:
-        raise UserError("bench reshard --device cuda: torch sees no CUDA device")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // environment.local_world_size))
     exit_with_launcher(environment)
     if count:
@@ -129,32 +117,47 @@ class _Best:
             self.seconds[name], self.results[name] = seconds.item(), result
 
 
+def _parties(a: argparse.Namespace) -> tuple[ModelConfig, McoreParty, TrtllmParty]:
+    """Model, trainer and engine. Raises UserError where they do not fit the options."""
+    model, parallel, engine = model_named(a.model), parallel_config(a.train), sizes(a.rollout, ("tp", "ep"))
+    need, tp = parallel.tp * parallel.pp * parallel.cp, engine.get("tp", 1)
+    if need > a.procs:
+        raise UserError(f"bench reshard: --train {a.train} needs {need} ranks, --procs is {a.procs}")
+    parallel.validate(need, model, "train")
+    ranks = _ranks(a, tp)
+    replicas = tuple(tuple(ranks[i:i + tp]) for i in range(0, len(ranks), tp))
+    source = mcore_party(model, parallel, need, torch_dtype(a.train_dtype or a.dtype))
+    return model, source, trtllm_party(model, replicas, torch_dtype(a.dtype), engine.get("ep", 1))
+
+
+def _ranks(a: argparse.Namespace, tp: int) -> list[int]:
+    try:
+        ranks = [int(r) for r in a.rollout_ranks.split(",")] if a.rollout_ranks else list(range(tp))
+    except ValueError:
+        raise UserError(f"bench reshard: --rollout-ranks is {a.rollout_ranks!r}; write ranks with commas between, e.g. 2,3") from None
+    if len(ranks) % tp or not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(a.procs)):
+        raise UserError(f"bench reshard: engine ranks {ranks} must be different ranks below --procs {a.procs}, a multiple of tp {tp} of them")
+    return ranks
+
+
 class _Bench:
-    def __init__(self, a: argparse.Namespace, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, a: argparse.Namespace, parties: tuple[ModelConfig, McoreParty, TrtllmParty], rank: int, world: int,
+                 device: torch.device) -> None:
         self.a, self.rank, self.world, self.device = a, rank, world, device
-        self.model, self.dtype = _model(a.model), torch_dtype(a.dtype)
-        parallel, engine = parallel_config(a.train), sizes(a.rollout, ("tp", "ep"))
-        tp = engine.get("tp", 1)
-        ranks = _ranks(a, tp, world)
-        need = parallel.tp * parallel.pp * parallel.cp
-        if need > world:
-            raise UserError(f"bench reshard: --train {a.train} needs {need} ranks, --procs is {world}")
-        parallel.validate(need, self.model, "train")
-        self.source = mcore_party(self.model, parallel, need, torch_dtype(a.train_dtype or a.dtype))
-        self.replicas = tuple(tuple(ranks[i:i + tp]) for i in range(0, len(ranks), tp))
-        self.destination = trtllm_party(self.model, self.replicas, self.dtype, engine.get("ep", 1))
+        self.model, self.source, self.destination = parties
         self.mine = self.destination.layout(rank) if rank in self.destination.ranks else None
         self.trainer = random_tensors(self.source.layout(rank), device) if rank in self.source.ranks else {}
-        self.engine = self._engine(tp)
+        self.engine = self._engine()
         self.best = _Best(device)
 
-    def _engine(self, tp: int) -> Any:
-        groups = [dist.new_group(list(replica)) for replica in self.replicas]
-        found = next(((i, replica) for i, replica in enumerate(self.replicas) if self.rank in replica), None)
+    def _engine(self) -> Any:
+        replicas, dtype = self.destination.replicas, self.destination.dtype
+        groups = [dist.new_group(list(replica)) for replica in replicas]
+        found = next(((i, replica) for i, replica in enumerate(replicas) if self.rank in replica), None)
         if found is None:
             return None
         i, replica = found
-        engine = EmbeddedEngine(self.model, self.dtype, groups[i], tp, replica.index(self.rank), self.rank,
+        engine = EmbeddedEngine(self.model, dtype, groups[i], len(replica), replica.index(self.rank), self.rank,
                                 max_seq_len=min(256, self.model.max_position_embeddings), device=self.device)
         for tensor in engine.weights().values():  # the first touch of a page is not part of a copy
             tensor.fill_(1)
@@ -172,7 +175,8 @@ class _Bench:
         copied = {name: torch.ones_like(t) for name, t in weights.items()}
         raw = self._raw(bare.plan)
         rival = None if a.no_gather else Gather(self.source, canonical_shapes(self.model), self.mine, self.rank, self.device)
-        raw_gather = 0.0
+        gathers: list[float] = []
+        raw_gathers: list[float] = []
         for version in range(1, a.repeat + 1):
             best.time("bare", lambda: bare.run(self.trainer, self.engine, version))
             best.time("copy", lambda: [copied[n].copy_(t) for n, t in synced.items()])
@@ -180,13 +184,14 @@ class _Bench:
             if not a.no_checksums:
                 best.time("sync", lambda: sync.run(self.trainer, self.engine, version))
             if rival is not None and version <= 3:
-                raw_gather = max(raw_gather, rival.bandwidth(256 << 20))
-                best.time("gather", lambda: rival.run(self.trainer, copied) or (rival.gathered, rival.gather_seconds))
+                best.time("gather", lambda: rival.run(self.trainer, copied))
+                gathers.append(rival.rate())
+                raw_gathers.append(rival.bandwidth())
         if different := [n for n, t in weights.items() if not torch.equal(t, synced[n])]:
             raise RuntimeError(f"two syncs of the same weights differ: {different[:4]}")
         if rival is not None and (different := [n for n, t in copied.items() if not torch.equal(t, synced[n])]):
             raise RuntimeError(f"the rival gives other weights than the sync: {different[:4]}")
-        return self._figures(moved.by_transport, peak, seconds, raw[0], raw_gather)
+        return self._figures(moved.by_transport, peak, seconds, raw[0], max(gathers, default=0.0), max(raw_gathers, default=0.0))
 
     def _planned(self, bucket: int, checksums: bool) -> tuple[WeightSync, float]:
         dist.barrier()
@@ -225,7 +230,7 @@ class _Bench:
                 destination[name] = torch.ones(n, dtype=torch.uint8, device=self.device)
         return Plan(tuple(sorted(copies, key=lambda c: c.order)), (), self.rank), source, destination
 
-    def _figures(self, moved: Mapping[str, int], peak: int, plan_seconds: float, raw: Plan, raw_gather: float) -> dict[str, Any]:
+    def _figures(self, moved: Mapping[str, int], peak: int, plan_seconds: float, raw: Plan, gather: float, raw_gather: float) -> dict[str, Any]:
         s, results = self.best.seconds, self.best.results
         names = sorted({name for rank in _everyone(dict(moved)) for name in rank})
         needed = _sum(sum(t.nbytes for t in self.engine.weights().values()) - padding_bytes(self.mine)) if self.engine else _sum(0)
@@ -242,40 +247,10 @@ class _Bench:
             "transport": " + ".join(names), "transport_gb_per_s": raw_rate / 1e9, "of_transport_without_checksums": bare_rate / raw_rate,
             "peak_extra_bytes": max(_everyone(peak)), "bucket_bytes": int(self.a.bucket_mb * (1 << 20))}
         if "gather" in s:
-            spent = _everyone(results["gather"])
-            rates = [n / t for n, t in spent if n]
-            figures |= {"gather_seconds": s["gather"], "gather_fairness": min(rates) / _first(_everyone(raw_gather)) if rates else 1.0,
-                        "all_gather_gb_per_s": _first(_everyone(raw_gather)) / 1e9, "times_faster_than_gather": s["gather"] / seconds,
-                        "times_faster_than_gather_without_checksums": s["gather"] / s["bare"]}
+            rate, raw_gather_rate = _slowest(_everyone(gather)), _slowest(_everyone(raw_gather))
+            figures |= {"gather_seconds": s["gather"], "gather_fairness": rate / raw_gather_rate, "all_gather_gb_per_s": raw_gather_rate / 1e9,
+                        "times_faster_than_gather": s["gather"] / seconds, "times_faster_than_gather_without_checksums": s["gather"] / s["bare"]}
         return figures | {"train": self.a.train, "rollout": self.a.rollout, "procs": self.world, "dtype": self.a.dtype, "device": self.device.type}
-
-
-def _ranks(a: argparse.Namespace, tp: int, world: int) -> list[int]:
-    try:
-        ranks = [int(r) for r in a.rollout_ranks.split(",")] if a.rollout_ranks else list(range(tp))
-    except ValueError:
-        raise UserError(f"bench reshard: --rollout-ranks is {a.rollout_ranks!r}; write ranks with commas between, e.g. 2,3") from None
-    if len(ranks) % tp or not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world)):
-        raise UserError(f"bench reshard: engine ranks {ranks} must be different ranks below --procs {world}, a multiple of tp {tp} of them")
-    return ranks
-
-
-def padding_bytes(layout: Layout) -> int:
-    """Bytes of the rows past the end of the vocabulary: they are part of an engine's tensors and of no canonical tensor, and are zeroed."""
-    return sum(volume(p.region) * t.dtype.itemsize for t in layout.tensors for p in t.pieces if p.canonical is None)
-
-
-def random_tensors(layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
-    """Weights at little cost: each canonical region repeats one draw of random values from a start of its own, the same on all ranks."""
-    drawn = torch.randn(RANDOM, generator=torch.Generator().manual_seed(0)).to(device)
-    tensors = empty_tensors(layout, device)
-    for local in layout.tensors:
-        tensor = tensors[local.name]
-        for piece in local.pieces:
-            count, begin = volume(piece.region), zlib.crc32(f"{piece.canonical} {piece.region}".encode()) % RANDOM
-            values = drawn.roll(-begin).to(tensor.dtype).repeat(-(-count // RANDOM))[:count]
-            piece.view.of(tensor)[slices(piece.place)] = values.view(piece.view.of(tensor)[slices(piece.place)].shape)
-    return tensors
 
 
 def _everyone(mine: Any) -> list[Any]:
@@ -288,8 +263,8 @@ def _sum(mine: int) -> int:
     return sum(_everyone(mine))
 
 
-def _first(values: list[float]) -> float:
-    """The slowest of those that measured anything."""
+def _slowest(values: list[float]) -> float:
+    """Of the ranks that measured anything."""
     return min((v for v in values if v), default=1.0)
 
 

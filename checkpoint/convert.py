@@ -32,6 +32,7 @@ from checkpoint.torch_dist_writer import FILE_BYTES, TorchDistWriter
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
+from resharding.agreement import together
 from resharding.errors import WeightsError, listed
 from resharding.layout import Layout, LocalTensor, canonical_shapes
 from resharding.layouts import hf_layout
@@ -146,7 +147,8 @@ def write_mcore(source: Source, directory: str | Path, parallel: ParallelConfig 
         try:
             parts = [Part(s.tensor, box) for s in stored for box in s.chunks()]
             _stream(source, Layout("mcore_files", 0, tuple(s.tensor for s in stored)), parts,
-                    lambda part, values: writer.write(part.local.name, part.box, values), report, f"writing {target}")
+                    lambda part, made: writer.write(part.local.name, part.box, part.local.dtype, (values for _, values in made.blocks(part))),
+                    report, f"writing {target}")
             writer.close({s.tensor.name: s.tensor for s in stored}, extra_states(model),
                          megatron_lm.common_state(form, model.with_options(dtype=name), parallel))
         finally:
@@ -187,11 +189,14 @@ def write_hf(source: Source, directory: str | Path, dtype: torch.dtype | None = 
     if dtype is None:
         layout = Layout("hf", 0, tuple(keeping_dtypes(local, source.dtypes) for local in layout.tensors))
     with HFWriter(directory, layout, source.model, dtype or source.dtype, source.companions, shard_bytes, overwrite, shared=world_size() > 1) as writer:
-        _stream(source, layout, [Part.whole(local) for local in layout.tensors], lambda part, values: writer.write(part.local.name, values),
-                report, f"writing {directory}")
+        def write(part: Part, made: Assembler) -> None:
+            for block, values in made.blocks(part, rows_only=True):
+                writer.write(part.local.name, values, block.box[0] if block.box else None)
+
+        _stream(source, layout, [Part.whole(local) for local in layout.tensors], write, report, f"writing {directory}")
 
 
-def _stream(source: Source, layout: Layout, parts: list[Part], write: Callable[[Part, torch.Tensor], None], report: Report, doing: str) -> None:
+def _stream(source: Source, layout: Layout, parts: list[Part], write: Callable[[Part, Assembler], None], report: Report, doing: str) -> None:
     """Make and write this rank's share of the parts; an error on one rank is raised on all."""
     error: BaseException | None = None
     try:
@@ -200,7 +205,7 @@ def _stream(source: Source, layout: Layout, parts: list[Part], write: Callable[[
         mine = share_of(assembler.in_order(parts, source.layout), rank(), world_size())
         total, done = sum(part.nbytes for part in mine), 0
         for part in mine:
-            write(part, assembler.values(part))
+            write(part, assembler)
             done += part.nbytes
             report(done, total)
     except catchable() as caught:
@@ -221,16 +226,16 @@ def verify(source: Source, written: Source, report: Report = silent) -> None:
     layout = Layout("canonical", 0, tuple(
         LocalTensor(t.name, t.shape, dtypes[t.name], t.pieces) for t in hf_layout(source.model, torch.float32, experts="split").tensors))
     want, have = (Assembler(make_plan([s.layout], [layout], shapes, source_is_everywhere=True), s.files) for s in (source, written))
-    different = []
     mine = share_of(have.in_order([Part.whole(t) for t in layout.tensors], written.layout), rank(), world_size())
-    total, done = sum(part.nbytes for part in mine), 0
-    for part in mine:
-        if not torch.equal(_bits(want.values(part)), _bits(have.values(part))):
-            different.append(part.local.name)
-        done += part.nbytes
-        report(done, total)
-    raise_together(WeightsError(f"{written.directory} differs from {source.directory} in {listed(different)}") if different else None,
-                   f"verifying {written.directory}")
+    total, done, different = sum(part.nbytes for part in mine), 0, []
+    with together(f"verifying {str(written.directory)!r}"):
+        for part in mine:
+            if any(not torch.equal(_bits(a), _bits(b)) for (_, a), (_, b) in zip(want.blocks(part), have.blocks(part), strict=True)):
+                different.append(part.local.name)
+            done += part.nbytes
+            report(done, total)
+        if different:
+            raise WeightsError(f"it differs from {str(source.directory)!r} in {listed(different)}")
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from checkpoint.block_fp8 import BlockQuantised
 from checkpoint.hf_check import check
+from checkpoint.mapped import MappedFiles
 from checkpoint.safetensors_format import Entry, read_header
 from parallel.errors import UserError
 from parallel.families import FAMILIES
@@ -44,8 +44,7 @@ class HFFiles(Mapping[str, Any]):
         self.directory, self.fp8_values = Path(directory), fp8_values
         self.quantization = _read_quantization(self.directory)
         self.entries: dict[str, tuple[str, Entry]] = _find(self.directory)
-        self._maps: dict[str, mmap.mmap] = {}
-        self._bytes: dict[str, Tensor] = {}
+        self.mapped = MappedFiles(self.directory)
         self._taken: list[tuple[str, Entry]] = []
         self._resident = 0
         self._codes = {name for name, (_, e) in self.entries.items() if e.dtype == E4M3}
@@ -95,25 +94,16 @@ class HFFiles(Mapping[str, Any]):
         self._resident += entry.stop - entry.start
         if self._resident > RESIDENT:
             self.release(keep=1)
-        data = self._map(file)[entry.start:entry.stop]
+        data = self.mapped.bytes(file)[entry.start:entry.stop]
         if entry.start % entry.dtype.itemsize:  # some writers do not align
             data = data.clone()
         return data.view(entry.dtype).view(entry.shape)
-
-    def _map(self, file: str) -> Tensor:
-        if file not in self._bytes:
-            with open(self.directory / file, "rb") as handle:
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._bytes[file] = torch.frombuffer(self._maps[file], dtype=torch.uint8)
-        return self._bytes[file]
 
     def release(self, keep: int = 0) -> None:
         """Give back the pages of all tensors taken so far but the last `keep`. Their values stay valid: they are mapped again."""
         done = self._taken[:len(self._taken) - keep]
         for file, entry in done:
-            first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
-            if entry.stop > entry.start and file in self._maps:
-                self._maps[file].madvise(mmap.MADV_DONTNEED, first, entry.stop - first)
+            self.mapped.forget(file, entry.start, entry.stop)
         del self._taken[:len(done)]
         self._resident = sum(entry.stop - entry.start for _, entry in self._taken)
 
@@ -130,8 +120,7 @@ class HFFiles(Mapping[str, Any]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bytes.clear()
-        self._maps.clear()
+        self.mapped.close()
         self._taken.clear()
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkpoint.mapped import MappedFiles
 from checkpoint.torch_dist import Chunked
 from resharding.boxes import Box, at, intersect, shape_of, slices, volume, whole
 from resharding.fp8 import E4M3
 from resharding.layout import IDENTITY, Layout, LocalTensor
 from resharding.plan import Copy, Plan
 from resharding.transform import CAST
+
+BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,10 @@ class Assembler:
 
     def __init__(self, plan: Plan, files: Mapping[str, Any]) -> None:
         self.files = files
+        self._mapped: MappedFiles = files.mapped if hasattr(files, "mapped") else MappedFiles(Path())
         self._copies: dict[str, dict[tuple[int, ...], list[Copy]]] = defaultdict(lambda: defaultdict(list))
         self._padded = {padding.tensor for padding in plan.paddings}
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         for copy in plan.copies:
             self._copies[copy.dst_tensor][copy.dst_view.index].append(copy)
 
@@ -75,25 +82,71 @@ class Assembler:
                 yield cut._replace(dst_box=(*((0, 1),) * depth, *at(_distance(common, inner), common)), dst_view=IDENTITY)
 
     def values(self, part: Part) -> Tensor:
-        """The values of a part, contiguous, valid until the next call: a view of the source's file where it holds them just so."""
-        copies, shape = [one for copy in self._cut(part) for one in _by_chunk(copy, self.files)], shape_of(part.box)
-        if len(copies) == 1 and volume(copies[0].src_box) == volume(part.box) and not copies[0].dst_view.transposed:
-            found = CAST.read(copies[0], self.files)
-            if found.dtype == part.local.dtype and found.is_contiguous():
-                return found.reshape(shape)
-        out = self._memory(part.nbytes).view(part.local.dtype).view(shape)
+        """The values of a part, contiguous, valid until the next call."""
+        return self._made(part, {})
+
+    def blocks(self, part: Part, rows_only: bool = False, limit: int = BLOCK) -> Iterator[tuple[Part, Tensor]]:
+        """The part in consecutive blocks of at most about `limit` bytes, which stay in the processor's caches from reading to writing.
+
+        A block is some rows of the part, or of one index of it; with `rows_only` always whole rows of dimension 0. Its values are
+        valid until the block after the next is asked for.
+        """
+        held: dict[str, Any] = {}
+        for block in self._cut_in_blocks(part, rows_only, limit):
+            yield block, self._made(block, held)
+
+    def _cut_in_blocks(self, part: Part, rows_only: bool, limit: int) -> Iterator[Part]:
+        views = {copy.dst_view for copy in self._of(part)}
+        if part.nbytes <= limit or any(view.transposed or view.step > 1 for view in views):
+            yield part
+            return
+
+        def row_bytes(d: int) -> int:
+            return volume(part.box[d + 1:]) * part.local.dtype.itemsize
+
+        depth = max((len(view.index) for view in views), default=0)
+        cut = 0 if rows_only else depth  # the dimension that is cut; those before it are walked through one by one
+        while not rows_only and cut + 1 < len(part.box) and row_bytes(cut) > limit:
+            cut += 1
+        step = 1 if cut < depth else max(1, limit // max(1, row_bytes(cut)))
+        for index in itertools.product(*(range(*pair) for pair in part.box[:cut])):
+            for start in range(part.box[cut][0], part.box[cut][1], step):
+                rows = start, min(start + step, part.box[cut][1])
+                yield Part(part.local, (*((i, i + 1) for i in index), rows, *part.box[cut + 1:]))
+
+    def _made(self, part: Part, held: dict[str, Any]) -> Tensor:
+        """`held` are source tensors by name, looked up once for all blocks of a part."""
+        out = self._memory(part.nbytes).view(part.local.dtype).view(shape_of(part.box))
         if part.local.name in self._padded:
             out.zero_()
-        with torch.no_grad():
-            for copy in copies:
-                copy.dst_view.of(out)[slices(copy.dst_box)].copy_(CAST.read(copy, self.files).reshape(shape_of(copy.dst_box)))
+        with torch.no_grad(), one_thread():
+            for copy in self._cut(part):
+                if copy.src_tensor not in held:
+                    held[copy.src_tensor] = self.files[copy.src_tensor]
+                for one in _by_chunk(copy, held):
+                    values, target = CAST.read(one, held), one.dst_view.of(out)[slices(one.dst_box)]
+                    if not self._mapped.read(values, target):
+                        target.copy_(values.reshape(target.shape))
         return out
 
     def _memory(self, nbytes: int) -> Tensor:
-        if len(self._buffer) < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffer[:nbytes]
+        """One of two buffers in turn: what reads the last block may still be at it while the next is made."""
+        self._buffers.reverse()
+        if len(self._buffers[0]) < nbytes:
+            self._buffers[0] = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._buffers[0] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[0][:nbytes]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Copies of a block are bound by memory: a second thread of torch's brings less than its waiting costs, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _distance(box: Box, origin: Box) -> list[int]:

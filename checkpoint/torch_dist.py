@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import mmap
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from checkpoint.mapped import MappedFiles
 from checkpoint.safe_pickle import read_metadata
-from checkpoint.torch_archive import find_values
+from checkpoint.torch_archive import Values, find_values
 from parallel.errors import UserError
 from resharding.boxes import Box, at, intersect, shape_of, slices, volume, whole
 from resharding.errors import listed
@@ -109,9 +109,11 @@ class TorchDistFiles(Mapping[str, Chunked]):
         self._tensors = {key: item for key, item in self.metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
         self._chunks = self._find_chunks()
         self._made: dict[str, Chunked] = {}
-        self._maps: dict[str, mmap.mmap] = {}
-        self._taken: list[Place] = []
-        self._starts: dict[Place, tuple[int, torch.dtype, tuple[int, ...]] | None] = {}
+        self.mapped = MappedFiles(self.directory)
+        self._taken: dict[Place, None] = {}
+        self._resident = 0
+        self._copies: dict[Place, Tensor] = {}
+        self._starts: dict[Place, Values | None] = {}
 
     def _find_chunks(self) -> dict[str, list[Chunk]]:
         chunks: dict[str, list[Chunk]] = {}
@@ -148,48 +150,53 @@ class TorchDistFiles(Mapping[str, Chunked]):
 
     def chunk(self, place: Place, dtype: torch.dtype) -> Tensor:
         """The tensor of an archive, over the mapped file where it is stored plainly."""
+        if place in self._copies:
+            return self._copies[place]
         if place not in self._starts:
-            view = memoryview(self._map(place.file))[place.offset:place.offset + place.length]
-            try:
-                found = find_values(_Reader(view))  # type: ignore[arg-type]
-            except ValueError as error:
-                raise UserError(f"{self.directory / place.file}: the chunk at {place.offset} cannot be read: {error}; the checkpoint is damaged") from None
-            self._starts[place] = (found.start, found.dtype, found.shape) if found else None
-        where = self._starts[place]
+            self._starts[place] = self._find(place)
+        where, data = self._starts[place], self._archive(place)
         if where is None:
-            data = bytes(memoryview(self._map(place.file))[place.offset:place.offset + place.length])
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True).to(dtype)  # type: ignore[no-any-return]
-        self._taken.append(place)
-        if sum(p.length for p in self._taken) > RESIDENT:
-            self.release(keep=1)
-        start, stored, shape = where
-        if not torch.Size(shape).numel():
-            return torch.empty(shape, dtype=stored)
-        flat = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=torch.Size(shape).numel() * stored.itemsize, offset=place.offset + start)
-        if (place.offset + start) % stored.itemsize:  # archives follow each other without padding
-            flat = flat.clone()
-        return flat.view(stored).view(shape)
+            return self._copied(place, torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True).to(dtype))
+        self._take(place)
+        data = data[where.start:where.start + torch.Size(where.shape).numel() * where.dtype.itemsize]
+        if (place.offset + where.start) % where.dtype.itemsize:  # archives may follow each other without padding
+            return self._copied(place, data.clone().view(where.dtype).view(where.shape))
+        return data.view(where.dtype).view(where.shape)
 
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            with open(self.directory / file, "rb") as handle:
-                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
+    def _archive(self, place: Place) -> Tensor:
+        return self.mapped.bytes(place.file)[place.offset:place.offset + place.length]
 
-    def release(self, keep: int = 0) -> None:
-        """Give back the pages of all chunks taken so far but the last `keep`. Their values stay valid: they are mapped again."""
-        done = self._taken[:len(self._taken) - keep]
-        for place in done:
-            first = place.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._maps[place.file].madvise(mmap.MADV_DONTNEED, first, place.offset + place.length - first)
-        del self._taken[:len(done)]
+    def _find(self, place: Place) -> Values | None:
+        try:
+            return find_values(_Reader(memoryview(self._archive(place).numpy())))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"{self.directory / place.file}: the chunk at {place.offset} cannot be read: {error}; the checkpoint is damaged") from None
+
+    def _copied(self, place: Place, values: Tensor) -> Tensor:
+        """Keep the last copies that had to be made: a chunk is asked for many times in a row."""
+        self._copies[place] = values
+        while len(self._copies) > 4:
+            del self._copies[next(iter(self._copies))]
+        return values
+
+    def _take(self, place: Place) -> None:
+        """Remember what was handed out; the pages of what was handed out long ago are given back."""
+        if place not in self._taken:
+            self._taken[place] = None
+            self._resident += place.length
+            while self._resident > RESIDENT and len(self._taken) > 1:
+                old = next(iter(self._taken))
+                del self._taken[old]
+                self._resident -= old.length
+                self.mapped.forget(old.file, old.offset, old.offset + old.length)
 
     def __enter__(self) -> TorchDistFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._taken.clear()
-        self._maps.clear()
+        self._copies.clear()
+        self.mapped.close()
 
 
 class _Reader(io.RawIOBase):

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint.files import sync_directory
 from checkpoint.together import gather, on_rank_zero, rank
 from checkpoint.torch_archive import ALIGNMENT, after_values, before_values
-from resharding.boxes import Box, shape_of
+from resharding.boxes import Box, shape_of, volume
 from resharding.layout import LocalTensor
 
 FILE_BYTES = 5 << 30
@@ -62,43 +63,53 @@ class TorchDistWriter:
         self.crcs: dict[str, tuple[int, int]] = {}
         self._written: list[_Written] = []
         self._file: int | None = None
-        self._name, self._crc, self._position, self._started = "", 0, 0, 0
+        self._name, self._crc, self._position = "", 0, 0
         self._checksums = ThreadPoolExecutor(1, "checksums")
 
-    def write(self, key: str, box: Box, values: Tensor) -> None:
-        """Write the chunk `box` of `key`. `values` [shape of box], contiguous, in the dtype that is stored; their memory may be reused at once."""
-        shape, dtype = shape_of(box), values.dtype
-        data = memoryview(values.reshape(-1).view(torch.uint8).numpy()) if values.numel() else memoryview(b"")
+    def write(self, key: str, box: Box, dtype: torch.dtype, blocks: Iterable[Tensor]) -> None:
+        """Write the chunk `box` of `key`: its values in row-major order, in blocks, each valid until the one after the next is asked for."""
+        shape = shape_of(box)
         head = before_values(dtype, shape)
-        self._begin(len(head) + len(data))
+        self._begin(len(head) + volume(box) * dtype.itemsize)
         offset = self._position
         self._append(head)
-        checksum = self._checksums.submit(zlib.crc32, data)  # beside the writing of the same bytes
-        self._append(data, checksum)
-        self._append(after_values(dtype, shape, checksum.result()))
+        crc = self._append_values(memoryview(b.reshape(-1).view(torch.uint8).numpy()) for b in blocks if b.numel())
+        self._append(after_values(dtype, shape, crc))
         self._written.append(_Written(key, box, self._name, offset, self._position - offset))
         self._append(b"\0" * (-self._position % ALIGNMENT))
-        self._start_to_disk()
 
-    def _append(self, part: bytes | memoryview, checksum: Future[int] | None = None) -> None:
+    def _append_values(self, blocks: Iterable[memoryview]) -> int:
+        """Returns the CRC-32 of all blocks. Each is computed beside the writing of the same block, and waited for a block later."""
+        crc = 0
+        waiting: deque[tuple[Future[int], int]] = deque()
+        for block in blocks:
+            waiting.append((self._checksums.submit(zlib.crc32, block), len(block)))
+            self._write(block)
+            if len(waiting) > 1:
+                crc = self._checked(crc, *waiting.popleft())
+        while waiting:
+            crc = self._checked(crc, *waiting.popleft())
+        return crc
+
+    def _checked(self, crc: int, checksum: Future[int], length: int) -> int:
+        self._crc = combined(self._crc, checksum.result(), length)
+        return combined(crc, checksum.result(), length)
+
+    def _append(self, part: bytes) -> None:
+        self._write(memoryview(part))
+        self._crc = zlib.crc32(part, self._crc)
+
+    def _write(self, data: memoryview) -> None:
         assert self._file is not None
-        view = memoryview(part)
-        while len(view):
-            view = view[os.write(self._file, view[:WRITE_BYTES]):]
-        self._crc = combined(self._crc, checksum.result() if checksum else zlib.crc32(part), len(part))
-        self._position += len(part)
-
-    def _start_to_disk(self) -> None:
-        """Let the disk begin while the next chunks are made, instead of leaving all of the work to the final fsync."""
-        if self._position - self._started >= WRITE_BYTES and self._file is not None and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, self._started, self._position - self._started, os.POSIX_FADV_DONTNEED)
-            self._started = self._position
+        self._position += len(data)
+        while len(data):
+            data = data[os.write(self._file, data[:WRITE_BYTES]):]
 
     def _begin(self, length: int) -> None:
         if self._file is not None and self._position and self._position + length > self.file_bytes:
             self._end()
         if self._file is None:
-            self._name, self._crc, self._position, self._started = f"__{rank()}_{len(self.crcs)}.distcp", 0, 0, 0
+            self._name, self._crc, self._position = f"__{rank()}_{len(self.crcs)}.distcp", 0, 0
             self._file = os.open(self.directory / self._name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def _end(self) -> None:

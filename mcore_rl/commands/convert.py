@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from checkpoint.convert import FORMS, Report, Source, check_destination, open_model, verify, write_hf, write_mcore
+from checkpoint.files import MANIFEST
 from checkpoint.hf_writer import check_writable
+from checkpoint.run_state import verify as verify_files
 from checkpoint.together import on_rank_zero, rank, world_size
 from checkpoint.trtllm_engine import check_writable as check_engine_writable
 from checkpoint.trtllm_engine import verify_engine, write_engine
@@ -28,6 +31,7 @@ from parallel.config import ParallelConfig
 from parallel.environment import read_environment
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
+from resharding.errors import WeightsError
 from resharding.layouts.trtllm_engine import EngineMapping
 
 ENGINE = "trtllm-engine"
@@ -68,14 +72,21 @@ def execute(arguments: argparse.Namespace) -> int:
         if read_environment().world_size > 1:
             stack.enter_context(joined("cpu"))
         stack.enter_context(_interrupted_by_sigterm())
+        if arguments.verify and (source[1] / MANIFEST).is_file():
+            verify_files(source[1])  # what is read must be what was once written
         opened = stack.enter_context(open_model(*source, arguments.hf_config, arguments.without_mtp))
         started = time.perf_counter()
         write = _writer(arguments, opened, destination)
         with _progress("writing") as report:
             write(report)
         if arguments.verify:
-            with _progress("verifying") as report:
-                _verify(arguments, opened, destination, report)
+            try:
+                with _progress("verifying") as report:
+                    _verify(arguments, opened, destination, report)
+            except WeightsError as error:
+                if rank() == 0:
+                    print(f"mcore-rl: error: {error}", file=sys.stderr, flush=True)
+                return 1
         if rank() == 0:
             seconds = time.perf_counter() - started
             print(f"{arguments.source} converted to {arguments.destination}" + (" and verified" if arguments.verify else "")

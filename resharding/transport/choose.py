@@ -57,14 +57,17 @@ def _pairs(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[
         served: dict[str, set[Pair]] = defaultdict(set)
         served["in_place"] = {(rank, rank)}
         pairs = {(c.src_rank, c.dst_rank) for c in plan.copies if rank in (c.src_rank, c.dst_rank) and c.src_rank != c.dst_rank}
-        if transport == "auto" and dist.is_initialized() and dist.get_world_size(group) > 1:
-            peers = meet(group)
+        alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        if transport == "auto" and alone:
+            transport = "in_place"  # which refuses what would have to travel
+        if transport == "point_to_point" or alone:
+            served[transport] |= pairs
+        else:
+            peers = meet(group)  # also where the transport is given: every rank meets, whatever it has to exchange
             devices = _devices(source, destination, peers.control or group)
             for src, dst in pairs:
-                served[_way(src, dst, devices, peers)].add((src, dst))
-        elif pairs:
-            served["point_to_point" if transport == "auto" else transport] |= pairs
-        plan._cache[key] = {name: frozenset(found) for name, found in served.items()}
+                served[_way(src, dst, devices, peers) if transport == "auto" else transport].add((src, dst))
+        plan._cache[key] = {name: frozenset(found) for name, found in served.items() if found}
     found = plan._cache[key]
     assert isinstance(found, dict)
     return found

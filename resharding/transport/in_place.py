@@ -18,7 +18,7 @@ from resharding.boxes import slices
 from resharding.errors import WeightsError
 from resharding.plan import Copy, Plan
 from resharding.transform import CAST, Transform
-from resharding.transport.messages import BUCKET, Pairs
+from resharding.transport.messages import BUCKET, Pairs, fill
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def execute(plan: Plan, source: Mapping[str, Any], destination: Mapping[str, tor
     them when asked, and is asked once for each copy. Values are cast to the destination dtype. Raises WeightsError where the plan
     needs another rank.
     """
-    for copy in plan.copies if pairs is None else ():
+    for copy in plan.copies if pairs != {(rank, rank)} else ():
         if rank in (copy.src_rank, copy.dst_rank) and copy.src_rank != copy.dst_rank:
             raise WeightsError(f"{copy.canonical} must travel from rank {copy.src_rank} to rank {copy.dst_rank}: "
                                "use a transport between ranks")
@@ -81,7 +81,7 @@ def copy_own(plan: Plan, source: Mapping[str, Any], destination: Mapping[str, to
     if program.parts:
         torch._foreach_copy_([d.of(destination) for d, _ in program.parts], [s.of(source) for _, s in program.parts])
     for copy in program.computed:
-        copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)].copy_(transform.read(copy, source))
+        fill(copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)], copy, source, transform)
     return MoveReport(program.bytes, time.perf_counter() - started, {"in_place": program.bytes})
 
 
@@ -115,8 +115,8 @@ def _make(copies: Sequence[Copy], source: Mapping[str, torch.Tensor], destinatio
             continue
         target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
         flat = part.is_contiguous() and target.is_contiguous()
-        new = (_strided(copy.dst_tensor, target, destination[copy.dst_tensor], flat),
-               _strided(copy.src_tensor, part, source[copy.src_tensor], flat))
+        new = (strided(copy.dst_tensor, target, destination[copy.dst_tensor], flat),
+               strided(copy.src_tensor, part, source[copy.src_tensor], flat))
         joined = _joined(parts[-1], new) if parts else None
         if joined:
             parts[-1] = joined
@@ -134,7 +134,8 @@ def part_in_place(copy: Copy, source: Mapping[str, torch.Tensor], transform: Tra
     return part if part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() and part.dtype == tensor.dtype else None
 
 
-def _strided(name: str, part: torch.Tensor, whole: torch.Tensor, flat: bool) -> Strided:
+def strided(name: str, part: torch.Tensor, whole: torch.Tensor, flat: bool) -> Strided:
+    """`part`, a view of the tensor `whole` of that name; `flat`: in one dimension."""
     size, stride = ((part.numel(),), (1,)) if flat else (tuple(part.shape), part.stride())
     return Strided(name, size, stride, part.storage_offset() - whole.storage_offset())
 

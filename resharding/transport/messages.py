@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from parallel.errors import UserError
-from resharding.boxes import Box, shape_of
+from resharding.boxes import Box, at, shape_of, slices
 from resharding.plan import Copy
+from resharding.transform import CAST, Transform
 
 ALIGNMENT = 16  # bytes between the copies of a message, so that each can be viewed in its own dtype
 ALONE = 1 << 20  # a copy of so many bytes is a message of its own, which may go straight from tensor to tensor
 SMALLEST_BUCKET = ALIGNMENT  # bytes; one element of any dtype fits
 BUCKET = 64 << 20  # bytes, where the caller does not choose
+COMPUTED = 1 << 20  # bytes that a transform computes at a time: what it needs for that stays small, and in the cache
 BLOCK = 128  # rows of a canonical tensor that share a scale in block-quantised FP8: a cut inside them costs the transform more
 
 Pairs = Collection[tuple[int, int]]  # (source rank, destination rank)
@@ -101,6 +104,17 @@ def split(copy: Copy, limit: int) -> list[Copy]:
             end -= (start + end) % BLOCK
         cuts.append(min(end, size))
     return [part for low, high in zip(cuts, cuts[1:]) for part in split(_slab(copy, dim, low, high), limit)]
+
+
+def fill(target: torch.Tensor, copy: Copy, source: Mapping[str, Any], transform: Transform) -> None:
+    """Write what the transform reads for `copy` into `target`, of the shape of its boxes."""
+    for slab in [copy] if transform is CAST else split(copy, COMPUTED):
+        target[slices(inside_of(slab, copy))].copy_(transform.read(slab, source))
+
+
+def inside_of(slab: Copy, copy: Copy) -> Box:
+    """Where a slab of the copy sits in it."""
+    return at([low - start for (low, _), (start, _) in zip(slab.dst_box, copy.dst_box)], slab.dst_box)
 
 
 def _slab(copy: Copy, dim: int, low: int, high: int) -> Copy:

@@ -18,8 +18,8 @@ from resharding.boxes import slices
 from resharding.plan import Copy, Plan
 from resharding.transform import CAST, Transform
 from resharding.transport.buckets import Buckets, buckets_of
-from resharding.transport.in_place import MoveReport, copy_own
-from resharding.transport.messages import ALONE, BUCKET, Message, Pairs, messages_of
+from resharding.transport.in_place import MoveReport, copy_own, part_in_place
+from resharding.transport.messages import ALONE, BUCKET, Message, Pairs, fill, messages_of
 
 
 def execute(plan: Plan, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor], rank: int = 0,
@@ -119,15 +119,15 @@ def _outgoing(line: _Line, message: Message, free: list[int]) -> tuple[torch.Ten
     try:
         if len(message.copies) == 1 and message.nbytes >= ALONE:
             copy = message.copies[0]
-            part = line.transform.read(copy, line.source)
-            if part.dtype == copy.dtype and part.is_contiguous() and part.device == line.buckets.device:
+            part = part_in_place(copy, line.source, line.transform)
+            if part is not None and part.dtype == copy.dtype and part.is_contiguous() and part.device == line.buckets.device:
                 return _bytes(part), None
     except Exception as error:
         line.failures.append(error)
     data = line.buckets.part(free[0], message.nbytes)
     try:
         for copy, view in message.views(data):
-            view.copy_(line.transform.read(copy, line.source))
+            fill(view, copy, line.source, line.transform)
     except Exception as error:
         line.failures.append(error)
     return data, free.pop(0)

@@ -29,7 +29,7 @@ from resharding.transport.buckets import Buckets, buckets_of
 from resharding.transport.control import ACK, DONE, OFFER, READY, Control
 from resharding.transport.in_place import MoveReport, copy_own, part_in_place
 from resharding.transport.memory import Memory, Offer, Place, Reader
-from resharding.transport.messages import Message, Pairs, messages_of
+from resharding.transport.messages import Message, Pairs, fill, messages_of
 
 SLOT = 4 << 20  # bytes of a bucket that are used: both copies of a packed message then find it in the cache
 
@@ -63,10 +63,11 @@ def run(memory: Memory, control_group: dist.ProcessGroup | None, plan: Plan, sou
             own = copy_own(plan, source, destination, rank, transform).bytes
         except Exception as error:
             failures.append(error)
-    session = _session(memory.name, plan, rank, pairs)
+    slot = min(bucket_bytes, SLOT)
+    session = _session((memory.name, rank, slot, pairs if pairs is None else frozenset(pairs)), plan, rank, pairs)
     if session.outgoing or session.incoming:
         move = _Move(memory, session, buckets_of(plan, memory.device), Control(control_group, failures), source, destination, rank,
-                     min(bucket_bytes, SLOT), transform, failures)
+                     slot, transform, failures)
         with memory.lent():
             moved = move.execute()
     if failures:
@@ -74,8 +75,7 @@ def run(memory: Memory, control_group: dist.ProcessGroup | None, plan: Plan, sou
     return MoveReport(own + moved, time.perf_counter() - started, {"in_place": own, memory.name: moved})
 
 
-def _session(name: str, plan: Plan, rank: int, pairs: Pairs | None) -> _Session:
-    key = (name, rank, pairs if pairs is None else frozenset(pairs))
+def _session(key: object, plan: Plan, rank: int, pairs: Pairs | None) -> _Session:
     found = plan._cache.get(key)
     if not isinstance(found, _Session):
         outgoing: dict[int, list[Copy]] = defaultdict(list)
@@ -210,7 +210,7 @@ class _Move:
     def _pack(self, message: Message, bucket: int) -> None:
         try:
             for copy, view in message.views(self.buckets.part(bucket, message.nbytes)):
-                view.copy_(self.transform.read(copy, self.source))
+                fill(view, copy, self.source, self.transform)
             self.memory.settle()
         except Exception as error:
             self.failures.append(error)

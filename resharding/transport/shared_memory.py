@@ -8,22 +8,22 @@ nothing stays in /dev/shm.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from resharding.boxes import at, slices
+from resharding.boxes import slices
 from resharding.errors import WeightsError
 from resharding.plan import Copy, Plan
 from resharding.transform import CAST, Transform
 from resharding.transport import process_memory, same_host
 from resharding.transport.buckets import Buckets, open_bytes
-from resharding.transport.in_place import MoveReport
+from resharding.transport.in_place import MoveReport, Strided, geometry, strided
 from resharding.transport.memory import Offer, Place
-from resharding.transport.messages import BUCKET, Pairs, split
+from resharding.transport.messages import BUCKET, Pairs, inside_of, split
 from resharding.transport.peers import Peers, meet
 from resharding.transport.process_memory import Part
 
@@ -77,9 +77,22 @@ class SharedMemory:
         pass
 
 
+class _Slab(NamedTuple):
+    """What is read at once: `target` from `storage` of the peer, at `offset` with `strides` (both in bytes)."""
+
+    target: Strided
+    storage: int
+    offset: int
+    strides: tuple[int, ...]
+    size: int  # bytes of an element
+    staged: bool  # through a bucket, because the target's rows are short
+
+
 class _Reader:
     def __init__(self, offer: Offer, staging: Buckets, slot: int) -> None:
         self.storages, self.staging, self.slot = offer.storages, staging, slot
+        self.key: object = None
+        self.slabs: list[_Slab] = []
         if offer.buckets is not None:
             path, self.size = offer.buckets
             self.buckets = open_bytes(path, 2 * self.size)
@@ -88,27 +101,53 @@ class _Reader:
         return self.buckets[number * self.size:number * self.size + nbytes]
 
     def read(self, copies: Sequence[tuple[Copy, Place]], destination: Mapping[str, torch.Tensor]) -> None:
-        for copy, place in copies:
-            target = copy.dst_view.of(destination[copy.dst_tensor])[slices(copy.dst_box)]
-            if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
-                raise WeightsError(f"{copy.canonical} arrives as {place.shape} {copy.dtype} on the CPU, but {copy.dst_tensor} has "
-                                   f"{tuple(target.shape)} {target.dtype} on {target.device} for it")
-            short = copy.nbytes > FEW and _run(target) < ROW
-            if short:
+        key = geometry(destination, (copy.dst_tensor for copy, _ in copies))
+        if key != self.key:
+            self.slabs = [slab for copy, place in copies for slab in _slabs(copy, place, destination, self.slot)]
+            self.slabs, self.key = _merged(self.slabs), key
+        for slab in self.slabs:
+            process, address = self.storages[slab.storage]
+            remote, size = Part(address + slab.offset, slab.strides), slab.size
+            if slab.staged:
+                target = slab.target.of(destination)
                 self.staging.reserve(self.slot)
-            for slab in split(copy, self.slot if short else CALL):
-                box = at([low - start for (low, _), (start, _) in zip(slab.dst_box, copy.dst_box)], slab.dst_box)
-                self._read(target[slices(box)], place, [low for low, _ in box], short)
+                staged = self.staging.part(0, target.nbytes).view(target.dtype).view(target.shape)
+                process_memory.read(process, staged.shape, size, Part(staged.data_ptr(), tuple(s * size for s in staged.stride())), remote)
+                target.copy_(staged)
+            else:
+                local = Part(destination[slab.target.name].data_ptr() + slab.target.offset * size, tuple(s * size for s in slab.target.stride))
+                process_memory.read(process, slab.target.size, size, local, remote)
 
-    def _read(self, target: torch.Tensor, place: Place, corner: Sequence[int], short: bool) -> None:
-        """Copy the part of `place` at `corner` to the target, through a bucket where the target's rows are short."""
-        process, address = self.storages[place.storage]
-        remote = Part(address + place.offset + sum(c * s for c, s in zip(corner, place.strides)), place.strides)
-        size = target.element_size()
-        into = self.staging.part(0, target.nbytes).view(target.dtype).view(target.shape) if short else target
-        process_memory.read(process, target.shape, size, Part(into.data_ptr(), tuple(s * size for s in into.stride())), remote)
-        if short:
-            target.copy_(into)
+
+def _slabs(copy: Copy, place: Place, destination: Mapping[str, torch.Tensor], slot: int) -> Iterator[_Slab]:
+    whole = destination[copy.dst_tensor]
+    target = copy.dst_view.of(whole)[slices(copy.dst_box)]
+    if target.dtype != copy.dtype or target.device.type != "cpu" or tuple(target.shape) != place.shape:
+        raise WeightsError(f"{copy.canonical} arrives as {place.shape} {copy.dtype} on the CPU, but {copy.dst_tensor} has "
+                           f"{tuple(target.shape)} {target.dtype} on {target.device} for it")
+    size, staged = target.element_size(), copy.nbytes > FEW and _run(target) < ROW
+    for slab in split(copy, slot if staged else CALL):
+        box = inside_of(slab, copy)
+        part = target[slices(box)]
+        flat = part.is_contiguous() and process_memory.run_bytes(part.shape, place.strides, size) == part.nbytes
+        yield _Slab(strided(copy.dst_tensor, part, whole, flat), place.storage, place.offset + sum(b[0] * s for b, s in zip(box, place.strides)),
+                    (size,) if flat else place.strides, size, staged)
+
+
+def _merged(slabs: list[_Slab]) -> list[_Slab]:
+    """Neighbours that are contiguous on both sides as one, up to what one call reads."""
+    out: list[_Slab] = []
+    for slab in slabs:
+        last = out[-1] if out else None
+        if (last is not None and last.strides == slab.strides == (slab.size,) and last.storage == slab.storage
+                and last.offset + last.target.size[0] * last.size == slab.offset and last.target.name == slab.target.name
+                and last.target.offset + last.target.size[0] == slab.target.offset
+                and (last.target.size[0] + slab.target.size[0]) * slab.size <= CALL):
+            joined = last.target._replace(size=(last.target.size[0] + slab.target.size[0],))
+            out[-1] = last._replace(target=joined)
+        else:
+            out.append(slab)
+    return out
 
 
 def _run(part: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 
-def _build(directory: str, parallel: dict[str, Any], world: Any, filled: bool = True) -> Any:
+def _build(directory: str, parallel: dict[str, Any], world: Any) -> Any:
     from checkpoint.hf import read_hf
     from parallel.config import ParallelConfig
     from parallel.model_config import ModelConfig
@@ -21,26 +21,70 @@ def _build(directory: str, parallel: dict[str, Any], world: Any, filled: bool = 
 
     model = ModelConfig.from_directory(directory)
     training = build(model, ParallelConfig(**parallel), model.dtype, world.device, world.rank, world.size, 1, layer_implementation="torch")
-    if filled:
-        read_hf(directory, mcore_layout(model, training.parallel, world.rank, world.size, training.dtype), training.tensors, model)
+    read_hf(directory, mcore_layout(model, training.parallel, world.rank, world.size, training.dtype), training.tensors, model)
     return training
 
 
-def save_models(jobs: list[tuple[str, str]], parallel: dict[str, Any], native: bool = False) -> None:
-    """For every (Hugging Face directory, destination): build, fill, save. `native`: the weights alone, by Megatron's own `save`."""
+def save_and_load(jobs: list[tuple[str, str, str]], parallel: dict[str, Any]) -> list[list[str]]:
+    """For every (Hugging Face directory, destination, Megatron checkpoint): build the first, save it, load the third over it.
+
+    Returns the tensors that the load gave other values. An empty destination: nothing is saved.
+    """
+    from checkpoint.mcore import load_model, save_model
+    from mcore_rl.run import joined
+
+    wrong = []
+    with joined("cpu", 1) as world:
+        for source, destination, stored in jobs:
+            training = _build(source, parallel, world)
+            if destination:
+                save_model(destination, training, source)
+            expected = {name: t.clone() for name, t in training.tensors.items()}
+            for tensor in training.tensors.values():
+                tensor.fill_(7)
+            load_model(stored, training)
+            wrong.append([name for name, t in training.tensors.items() if not torch.equal(t, expected[name])])
+    return wrong
+
+
+def megatrons_save(jobs: list[tuple[str, str]]) -> None:
+    """On one rank, for every (Hugging Face directory, destination): Megatron's own `save` of the weights, with its local spec's names."""
     from checkpoint.distributed import model_state
-    from checkpoint.mcore import save_model
     from mcore_rl.run import joined
 
     with joined("cpu", 1) as world:
         for source, destination in jobs:
-            training = _build(source, parallel, world)
-            if native:
-                Path(destination).mkdir(parents=True)
-                with training.entered(), _children_allowed():
-                    _megatrons_save(model_state(training)["model"], destination)
-            else:
-                save_model(destination, training, source)
+            with mock.patch("parallel.layers._checkpoint_names", _local_names):
+                training = _build(source, {}, world)
+            Path(destination).mkdir(parents=True)
+            with training.entered(), _children_allowed():
+                _megatrons_save(model_state(training)["model"], destination)
+
+
+def megatrons_load(jobs: list[tuple[str, str]]) -> list[list[str]]:
+    """On one rank, for every (Hugging Face directory, weights): what Megatron's own `load` gives other values."""
+    from checkpoint.distributed import load_model_state, model_state
+    from mcore_rl.run import joined
+
+    wrong = []
+    with joined("cpu", 1) as world:
+        for source, stored in jobs:
+            training = _build(source, {}, world)
+            expected = {name: t.clone() for name, t in training.tensors.items()}
+            for tensor in training.tensors.values():
+                tensor.fill_(7)
+            from megatron.core import dist_checkpointing
+
+            with training.entered():
+                state = dist_checkpointing.load({"model": model_state(training)["model"]}, stored)
+            load_model_state(training, state)
+            wrong.append([name for name, t in training.tensors.items() if not torch.equal(t, expected[name])])
+    return wrong
+
+
+def _local_names(latent: bool, experts: bool) -> dict[str, str]:
+    """`sharded_state_dict_keys_map` of get_gpt_layer_local_spec in megatron-core 0.16.1."""
+    return {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _megatrons_save(state: Any, destination: str) -> None:
@@ -63,29 +107,3 @@ def _children_allowed() -> Iterator[None]:
         yield
     finally:
         settings["daemon"] = True
-
-
-def load_models(jobs: list[tuple[str, str]], parallel: dict[str, Any], native: bool = False) -> list[list[str]]:
-    """For every (Hugging Face directory, Megatron checkpoint): the tensors that a model loaded from the second has otherwise than
-    the first gives them. `native`: by Megatron's own `load`, from the directory of the weights."""
-    from checkpoint.distributed import load_model_state, model_state
-    from checkpoint.mcore import load_model
-    from mcore_rl.run import joined
-
-    wrong = []
-    with joined("cpu", 1) as world:
-        for source, stored in jobs:
-            expected = {name: t.clone() for name, t in _build(source, parallel, world).tensors.items()}
-            training = _build(source, parallel, world, filled=False)
-            for tensor in training.tensors.values():
-                tensor.fill_(7)
-            if native:
-                from megatron.core import dist_checkpointing
-
-                with training.entered():
-                    state = dist_checkpointing.load({"model": model_state(training)["model"]}, stored)
-                load_model_state(training, state)
-            else:
-                load_model(stored, training)
-            wrong.append([name for name, t in training.tensors.items() if not torch.equal(t, expected[name])])
-    return wrong

@@ -90,7 +90,10 @@ def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> N
 def test_bad_options_are_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'reshard'"):
         execute(argparse.Namespace(name="reshrad", options=[], json=False))
-    for name, options, words in (("reshard", ["--repeat", "0"], "--repeat 0"), ("rollout", ["--model", "models/none"], "models/none"),
-                                 ("rollout", ["--samples", "0"], "--samples is 0"), ("step", ["--steps", "1"], "--steps 1")):
+    for name, options, words in (
+            ("reshard", ["--repeat", "0"], "--repeat 0"), ("reshard", ["--train", "tp4"], "--train tp4 needs 4 ranks, --procs is 2"),
+            ("reshard", ["--rollout-ranks", "0,7"], r"engine ranks \[0, 7\] must be different ranks below --procs 2"),
+            ("rollout", ["--model", "models/none"], "models/none"), ("rollout", ["--samples", "0"], "--samples is 0"),
+            ("step", ["--steps", "1"], "--steps 1")):
         with pytest.raises(UserError, match=words):
             execute(argparse.Namespace(name=name, options=options, json=False))

@@ -25,6 +25,7 @@ from resharding.layout import canonical_shapes, empty_tensors
 from resharding.layouts import mcore_layout, trtllm_layout
 from resharding.plan import Copy, Plan, make_plan
 from resharding.sync import WeightSync
+from resharding.transform import Cast
 from resharding.transport import choose, cuda_ipc, execute, process_memory, same_host, shared_memory
 from resharding.transport.buckets import SharedBytes, open_bytes
 from resharding.transport.messages import Message
@@ -130,18 +131,24 @@ def test_every_transport_and_bucket_gives_the_same_bytes(
     assert len(totals) == 14 and set(totals.values()) == {needed}
 
 
-def ways() -> dict[str, int]:
+def ways(transport: str) -> dict[str, int]:
     rank = dist.get_rank()
     trainer = [mcore_layout(MODEL, ParallelConfig(tp=2), r, 2, torch.float32) for r in range(2)]
     engines = [trtllm_layout(MODEL, 1, 0, 0, torch.float32)]
     destination = empty_tensors(engines[0]) if rank == 0 else {}
-    source = mcore_shard(canonical_tensors(MODEL), MODEL, ParallelConfig(tp=2), rank, 2)
-    return dict(execute(make_plan(trainer, engines, canonical_shapes(MODEL), rank=rank), source, destination, rank).by_transport)
+    source = mcore_shard(canonical_tensors(MODEL), MODEL, ParallelConfig(tp=2), rank, 2) if rank < 2 else {}
+    plan = make_plan(trainer, engines, canonical_shapes(MODEL), rank=rank)
+    return dict(execute(plan, source, destination, rank, transport=transport).by_transport)
 
 
 def test_one_host_shares_memory_and_a_rank_copies_its_own_in_place() -> None:
-    first, second = run_ranks(2, ways)
-    assert set(first) == {"in_place", "shared_memory"} and second == {}
+    """The third rank has nothing to exchange."""
+    for transport in ("auto", "shared_memory", "point_to_point"):
+        first, *others = run_ranks(3, ways, transport)
+        assert set(first) == {"in_place", "shared_memory" if transport == "auto" else transport} and others == [{}, {}]
+    copy = Copy(0, "a", ((0, 1),), 1, "b", ((0, 1),), "c", torch.float32, ((0, 1),))
+    with pytest.raises(WeightsError, match="c must travel from rank 0 to rank 1: use a transport between ranks"):
+        execute(Plan((copy,), ()), {}, {}, 0)  # no process group: there is no other rank
 
 
 def test_who_is_served_by_what() -> None:
@@ -188,6 +195,37 @@ def tangle(seed: int, bucket: int, transport: str) -> None:
 def test_ranks_that_all_wait_for_each_other_finish(transport: str) -> None:
     for seed, bucket in ((0, 1 << 20), (1, 800), (2, 4000)):
         run_ranks(4, tangle, seed, bucket, transport, timeout=60)
+
+
+class Negated(Cast):
+    """Computes what it reads, as quantisation does, and remembers the most that it was asked for at once."""
+
+    most = 0
+
+    def read(self, copy: Copy, source: Mapping[str, Any]) -> torch.Tensor:
+        self.most = max(self.most, copy.nbytes)
+        return -super().read(copy, source)
+
+
+def negate(transport: str) -> tuple[int, int]:
+    """Every rank sends 6 MB to itself and to the other, cut in columns on the way."""
+    rank, box = dist.get_rank(), ((0, 1500), (0, 1000))
+    copies = [Copy(src, "s", ((0, 1500), (100, 1100)), dst, f"from {src}", box, "c", torch.float32, box, src * 2 + dst)
+              for src in range(2) for dst in range(2) if rank in (src, dst)]
+    source = {"s": torch.arange(1500 * 1200.0, dtype=torch.float64).view(1500, 1200) + rank}
+    destination = {f"from {src}": torch.zeros(1500, 1000) for src in range(2)}
+    transform = Negated()
+    moved = execute(Plan(tuple(copies), (), rank), source, destination, rank, None, 2 << 20, transform, transport=transport).bytes
+    for src in range(2):
+        assert torch.equal(destination[f"from {src}"], -(torch.arange(1500 * 1200.0).view(1500, 1200) + src)[:, 100:1100])
+    return moved, transform.most
+
+
+@pytest.mark.parametrize("transport", ["auto", "point_to_point"])
+def test_what_a_transform_computes_arrives_and_is_computed_in_small_parts(transport: str) -> None:
+    for moved, most in run_ranks(2, negate, transport):
+        assert moved == 2 * 1500 * 1000 * 4
+        assert most <= 1 << 20
 
 
 def growth(transport: str, bucket: int, dtype: torch.dtype, peers_read: bool) -> int:
