@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_every_step_starts_on_policy(tmp_path: Path, world: int, overrides: list
 
 
 def disturbed(config: str, overrides: list[str], what: str, rank: int) -> str:
-    """On a rank: a run in which something goes wrong after the first step's sync on one rank; the text of what stopped it."""
+    """On a rank: a run in which something goes wrong at the first sync (or right after it) on one rank; the text of what stopped it."""
     from mcore_rl import steps
     from mcore_rl.commands.train import open_run
     from mcore_rl.config import load_config
@@ -32,27 +33,38 @@ def disturbed(config: str, overrides: list[str], what: str, rank: int) -> str:
 
     with joined("cpu", 1) as world:
         run = open_run(load_config(config, overrides, "train"), world, Path(config).parent)
-        steps.sync(run, Batch(0))
-        if world.rank == rank:
-            weights = run.rollout.engine.weights()
-            if what == "byte":
-                weights["model.layers.2.mlp.down_proj.weight"].view(torch.uint8)[5, 9] ^= 1
-            else:  # the trainer's weights move without a sync
-                run.actor.training.tensors["decoder.layers.1.mlp.linear_fc1.weight"].mul_(1.2)
+        engine = run.rollout.engine
+        if what == "byte" and world.rank == rank:
+            commit = engine.commit
+
+            def corrupted(version: int, checksums: Mapping[str, int] | None = None) -> None:
+                engine.weights()["model.layers.2.mlp.down_proj.weight"].view(torch.uint8)[5, 9] ^= 1
+                commit(version, checksums)
+
+            engine.commit = corrupted
+        said = []
+        try:
+            steps.sync(run, Batch(0))
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        if what != "byte" and world.rank == rank:  # the trainer's weights move without a sync
+            run.actor.training.tensors["decoder.layers.1.mlp.linear_fc1.weight"].mul_(1.2)
         batch = Batch(1, rows=run.prompts.take())
         try:
             for phase in (steps.generate, steps.reward, steps.old_log_probs, steps.advantages, steps.update):
                 phase(run, batch)
         except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing stopped it"
+            return "\n".join([*said, f"{type(error).__name__}: {error}"])
+        return "\n".join([*said, "nothing stopped it"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_corrupted_byte_in_one_engine_shard_stops_the_next_rollout_on_every_rank(tmp_path: Path, rank: int) -> None:
+def test_a_corrupted_byte_in_one_engine_shard_stops_sync_and_rollout_on_every_rank(tmp_path: Path, rank: int) -> None:
     config = str(write_run(tmp_path))
     for text in run_ranks(2, disturbed, config, ["actor.parallel.tp=2", "rollout.tp=2"], "byte", rank):
-        assert text.startswith("EngineRefuses") and "model.layers.2.mlp.down_proj.weight" in text, text
+        sync, rollout = text.split("\n")
+        assert sync.startswith("WeightsError") and "model.layers.2.mlp.down_proj.weight" in sync, text
+        assert rollout.startswith("EngineRefuses"), text
 
 
 def test_a_strict_run_stops_with_an_explanation_when_trainer_and_engine_disagree(tmp_path: Path) -> None:
