@@ -84,22 +84,23 @@ def open_model(kind: str, directory: str | Path, hf_config: str | Path | None = 
         with HFFiles(path) as files:
             yield Source(path, model, files.check(model, without_mtp), files, path)
         return
-    model, weights, companions = _find(path, Path(hf_config) if hf_config else None)
+    model, weights, companions, said_by = _find(path, Path(hf_config) if hf_config else None)
     with TorchDistFiles(weights) as stored:
-        yield Source(path, model, check_files(stored, model, without_mtp), stored, companions)
+        yield Source(path, model, check_files(stored, model, without_mtp, said_by), stored, companions)
 
 
-def _find(path: Path, hf_config: Path | None) -> tuple[ModelConfig, Path, Path | None]:
+def _find(path: Path, hf_config: Path | None) -> tuple[ModelConfig, Path, Path | None, str]:
+    """The model, where its weights and companions are, and the name of the file that describes it."""
     if is_model_directory(path):
         _refuse_damage(path)
         model = model_config_of(path)
-        return model, weights_of(path), path / "hf"
+        return model, weights_of(path), path / "hf", "config.json"
     found = megatron_lm.find(path) if path.is_dir() else None
     if found is None:
         raise UserError(f"{str(path)!r} is no model in Megatron's format: it holds neither metadata.json of `mcore-rl convert`, nor "
                         f"{megatron_lm.TRACKER}, nor .metadata" if path.is_dir() else f"checkpoint {str(path)!r} does not exist")
     _refuse_damage(path)
-    return megatron_lm.read_model(found, hf_config), found.weights, found.companions or hf_config
+    return megatron_lm.read_model(found, hf_config), found.weights, found.companions or hf_config, megatron_lm.described_in(found, hf_config)
 
 
 def _refuse_damage(path: Path) -> None:

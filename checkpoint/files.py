@@ -46,7 +46,7 @@ def replace_directory(temporary: Path, target: Path) -> None:
     for path in temporary.iterdir():
         sync_file(path)
     sync_directory(temporary)
-    old = temporary.with_name(temporary.name + ".old")
+    old = temporary.with_name(temporary.name.replace(".tmp-", ".old-", 1))
     replaced = target.is_dir() and any(target.iterdir())
     if replaced:
         target.rename(old)

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
@@ -35,6 +36,7 @@ def check(files: HFFiles, model: ModelConfig, without_mtp: bool = False) -> Layo
     where = f"model directory {str(files.directory)!r}"
     layout = files.layout(model)
     _refuse_packed(files, where)
+    _check_declared(files, where)
     contradictions = _contradictions(files, model)
     if missing := [local.name for local in layout.tensors if local.name not in files.entries]:
         hint = "; config.json says tie_word_embeddings false, so the head must be in the files: set it to true if the model ties it" \
@@ -58,6 +60,17 @@ def _refuse_packed(files: HFFiles, where: str) -> None:
     if packed := [name for name in files if name.endswith(("_proj_blocks", "_proj_scales"))]:
         raise UserError(f"{where} holds its experts in MXFP4 ({listed(packed, 2)}), which is not read; dequantise it to bf16 first, e.g. load it "
                         "in transformers with Mxfp4Config(dequantize=True) and save_pretrained")
+
+
+def _check_declared(files: HFFiles, where: str) -> None:
+    """FP8 is in the files and in config.json, or in neither."""
+    codes = [name for name, (_, entry) in files.entries.items() if entry.dtype == E4M3]
+    if files.quantization is not None and not codes:
+        raise UserError(f"{where}: config.json has a quantization_config of block FP8, but no tensor is FP8 (F8_E4M3): the config contradicts the "
+                        "files; remove it where the weights were dequantised, else download the directory again")
+    if files.quantization is None and codes:
+        raise UserError(f"{where}: {listed(codes)} is FP8 (F8_E4M3), but config.json has no quantization_config with weight_block_size: the config "
+                        "contradicts the files; add it")
 
 
 def _contradictions(files: HFFiles, model: ModelConfig) -> str:
@@ -97,8 +110,7 @@ def _check_tensor(files: HFFiles, local: LocalTensor, where: str) -> None:
 
 
 def _check_scales(files: HFFiles, name: str, where: str) -> None:
-    if files.quantization is None:
-        raise UserError(f"{where}: {name} is FP8 (F8_E4M3), but config.json has no quantization_config with weight_block_size; add it")
+    assert files.quantization is not None
     shape, scale = files.entries[name][1].shape, files.entries.get(name + SUFFIX)
     try:
         check_scale(name, shape, scale and scale[1].shape, files.quantization.block)
@@ -106,6 +118,15 @@ def _check_scales(files: HFFiles, name: str, where: str) -> None:
         raise UserError(f"{where}: {error}") from None
     if scale and scale[1].dtype not in FLOATS:
         raise UserError(f"{where}: {name}{SUFFIX}, the scale of {name}, has dtype {scale[1].code}; supported: F64, F32, F16, BF16")
+
+
+def check_scale_values(name: str, scale: Tensor, where: str) -> None:
+    """Raise UserError where scales of FP8 blocks, [..., rows, columns] of any float dtype, are not finite and above zero."""
+    wrong = ~(scale.isfinite() & (scale > 0))
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise UserError(f"{where}: {name} holds {int(wrong.sum())} scales that are not finite or not above zero, the first {scale[tuple(place)].item()} "
+                        f"at {place}; the weights would be lost: download the file again, or quantise the model anew")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from checkpoint.block_fp8 import BlockQuantised
-from checkpoint.hf_check import check
+from checkpoint.hf_check import check, check_scale_values
 from checkpoint.mapped import MappedFiles
 from checkpoint.safetensors_format import Entry, read_header
 from parallel.errors import UserError
 from parallel.families import FAMILIES
 from parallel.model_config import ModelConfig
-from parallel.quantization import BlockFP8, read_quantization
+from parallel.quantization import MODELOPT, BlockFP8, read_modelopt, read_quantization
 from resharding.errors import listed
 from resharding.fp8 import E4M3, SUFFIX
 from resharding.layout import Layout, LocalTensor, parameters_of
@@ -49,6 +49,7 @@ class HFFiles(Mapping[str, Any]):
         self._resident = 0
         self._codes = {name for name, (_, e) in self.entries.items() if e.dtype == E4M3}
         self._scales = {name + SUFFIX for name in self._codes}
+        self._checked: set[str] = set()  # scales whose values were looked at
 
     def layout(self, model: ModelConfig, rank: int = 0) -> Layout:
         """The files' own layout: split, fused or transposed experts, each tensor in the dtype that it is stored in.
@@ -86,7 +87,10 @@ class HFFiles(Mapping[str, Any]):
         return BlockQuantised(self.stored(name), self.stored(name + SUFFIX), self.quantization.block, self.fp8_values)
 
     def stored(self, name: str) -> Tensor:
-        """The bytes of a tensor as they are in its file, also those of scales."""
+        """The bytes of a tensor as they are in its file, also those of scales.
+
+        Raises UserError that names the tensor for a dtype that torch has not, and for scales that are not finite or not above zero.
+        """
         file, entry = self.entries[name]
         if entry.dtype is None:
             raise UserError(f"{self.directory / file}: {name} has dtype {entry.code}, which cannot be read")
@@ -97,7 +101,11 @@ class HFFiles(Mapping[str, Any]):
         data = self.mapped.bytes(file)[entry.start:entry.stop]
         if entry.start % entry.dtype.itemsize:  # some writers do not align
             data = data.clone()
-        return data.view(entry.dtype).view(entry.shape)
+        tensor = data.view(entry.dtype).view(entry.shape)
+        if name in self._scales and name not in self._checked:
+            check_scale_values(name, tensor, f"{self.directory / file}")
+            self._checked.add(name)
+        return tensor
 
     def release(self, keep: int = 0) -> None:
         """Give back the pages of all tensors taken so far but the last `keep`. Their values stay valid: they are mapped again."""
@@ -127,12 +135,19 @@ class HFFiles(Mapping[str, Any]):
 def _read_quantization(directory: Path) -> BlockFP8 | None:
     if not directory.is_dir():
         raise UserError(f"model directory {str(directory)!r} does not exist; give a directory with config.json and *.safetensors")
+    config, modelopt = (_read_json(directory / name) for name in ("config.json", MODELOPT))
+    found = read_quantization(config) if isinstance(config, dict) else None
+    return found if modelopt is None else read_modelopt(modelopt, str(directory / MODELOPT))
+
+
+def _read_json(path: Path) -> Any:
+    """The content of a file of JSON, None where there is none."""
     try:
-        return read_quantization(json.loads((directory / "config.json").read_text()))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{directory / 'config.json'} is not valid JSON: {error}") from None
+    except ValueError as error:  # also what is not UTF-8
+        raise UserError(f"{path} is not valid JSON: {error}") from None
 
 
 def _find(directory: Path) -> dict[str, tuple[str, Entry]]:
@@ -152,10 +167,13 @@ def _find(directory: Path) -> dict[str, tuple[str, Entry]]:
 
 
 def _indexed(directory: Path, where: str, files: list[str]) -> dict[str, tuple[str, Entry]]:
-    try:
-        weight_map: dict[str, str] = dict(json.loads((directory / INDEX).read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory / INDEX} is not a safetensors index: {error!r}; download the directory again") from None
+    index = _read_json(directory / INDEX)
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise UserError(f"{directory / INDEX} is not a safetensors index: it has no weight_map of tensors' names to files; download the directory again")
+    weight_map: dict[str, str] = index["weight_map"]
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise UserError(f"{directory / INDEX}: weight_map says {file!r} of {name}; it must be the name of a safetensors file: download it again")
     named = sorted(set(weight_map.values()))
     if absent := [file for file in named if file not in files]:
         raise UserError(f"{where} lacks the shards {listed(absent)} that {INDEX} names; download them")

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.claim import Claim, claim
 from checkpoint.hf_config import write_companions
 from checkpoint.hf_files import INDEX, SINGLE
 from checkpoint.safetensors_format import Entry, file_size, make_header
@@ -49,7 +49,7 @@ def check_writable(directory: str | Path, overwrite: bool = False) -> None:
         raise UserError(f"output directory {str(directory)!r} cannot be made: {str(blocking)!r} is a file; give another directory")
     held = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     if held and not overwrite:
-        raise UserError(f"output directory {str(directory)!r} is not empty; choose another or allow overwriting")
+        raise UserError(f"output directory {str(directory)!r} is not empty; give another one, or allow overwriting with --overwrite")
     foreign = [name for name in held if not _MODEL_FILES.fullmatch(name)]
     if foreign:
         raise UserError(f"output directory {str(directory)!r} holds {', '.join(foreign[:4])}, not part of a Hugging Face model; nothing is "
@@ -63,8 +63,8 @@ class HFWriter:
     config.json says; tensors are written in the layout's dtypes. `source` is a directory to copy tokenizer and generation files
     from. With `shared`, all ranks of `group` write one directory and each may write any rows of any tensor; entering and leaving
     are collective, so an error that leaves the block on one rank must not leave another in a collective inside it. Written to a
-    sibling and renamed.
-    Raises UserError where the directory cannot be written, and on leaving WeightsError that names tensors which were not
+    sibling and renamed; what a killed writer left of its sibling is removed first.
+    Raises UserError where the directory cannot be written or another process is writing it, and on leaving WeightsError that names tensors which were not
     written whole or more than once.
     """
 
@@ -76,6 +76,8 @@ class HFWriter:
         self._place: dict[str, tuple[str, Entry]] = {}
         self._heads: dict[str, bytes] = {}
         self._files: dict[str, int] = {}
+        self._claim: Claim | None = None  # of the rank that makes the directory
+        self._folder = -1
         self._fresh: dict[str, tuple[int, int]] = {}
         self._written: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for file, tensors in self._shards.items():
@@ -113,18 +115,24 @@ class HFWriter:
 
     def _open(self, file: str) -> int:
         if file not in self._files:
-            self._files[file] = os.open(self._temporary / file, os.O_WRONLY | os.O_CLOEXEC)
+            self._files[file] = os.open(file, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._folder)
         return self._files[file]
 
     def __enter__(self) -> HFWriter:
-        with self._agreed() as step:
-            if self._leads():
-                check_writable(self.directory, self.overwrite)
-                step.payload = str(self._begin())
-        self._temporary = Path(next(payload for payload in step.payloads or [step.payload] if payload))
-        with self._agreed():
-            if not self._temporary.is_dir():
-                raise UserError(f"output directory {str(self.directory)!r} is not on a file system that this rank shares with the first one")
+        try:
+            with self._agreed() as step:
+                if self._leads():
+                    check_writable(self.directory, self.overwrite)
+                    step.payload = str(self._begin())
+            self._temporary = Path(next(payload for payload in step.payloads or [step.payload] if payload))
+            with self._agreed():
+                if not self._temporary.is_dir():
+                    raise UserError(f"output directory {str(self.directory)!r} is not on a file system that this rank shares with the first one")
+                # not its name: where the first rank dies, that may soon be another writer's
+                self._folder = os.open(self._temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -150,23 +158,17 @@ class HFWriter:
 
     def _begin(self) -> Path:
         """A sibling directory with everything but the weights, and files of their final size."""
-        target = self.directory.absolute()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp-{uuid.uuid4().hex[:12]}")
-        temporary.mkdir()
-        self._temporary = temporary
-        try:
-            write_companions(temporary, self.model, str(self.dtype).removeprefix("torch."), self.source)
-            for file, head in self._heads.items():
-                with open(temporary / file, "wb") as handle:
-                    handle.write(head)
-                    handle.truncate(file_size(head, {n: e for n, (f, e) in self._place.items() if f == file}))
-            if len(self._shards) > 1:
-                index = {"metadata": {"total_size": self.layout.nbytes}, "weight_map": {n: file for n, (file, _) in self._place.items()}}
-                (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        self._claim = claim(self.directory.absolute())
+        check_writable(self.directory, self.overwrite)  # again: now nobody else writes it
+        temporary = self._claim.temporary
+        write_companions(temporary, self.model, str(self.dtype).removeprefix("torch."), self.source)
+        for file, head in self._heads.items():
+            with open(temporary / file, "wb") as handle:
+                handle.write(head)
+                handle.truncate(file_size(head, {n: e for n, (f, e) in self._place.items() if f == file}))
+        if len(self._shards) > 1:
+            index = {"metadata": {"total_size": self.layout.nbytes}, "weight_map": {n: file for n, (file, _) in self._place.items()}}
+            (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         return temporary
 
     def _check_written(self, ranks: Iterable[dict[str, list[tuple[int, int]]]]) -> None:
@@ -193,7 +195,7 @@ class HFWriter:
         target = self.directory.absolute()
         for path in [*self._temporary.iterdir(), self._temporary]:
             _sync_to_disk(path)
-        old = target.with_name(self._temporary.name.replace(".tmp-", ".old-"))
+        old = target.with_name(self._temporary.name.replace(".tmp-", ".old-", 1))
         replaced = target.is_dir() and any(target.iterdir())
         if replaced:
             target.rename(old)
@@ -206,8 +208,11 @@ class HFWriter:
         for handle in self._files.values():
             os.close(handle)
         self._files.clear()
-        if self._leads():
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
+        if self._claim is not None:
+            self._claim.release()
 
 
 def _refuse(text: str) -> Any:

@@ -23,11 +23,11 @@ _SINGLE = re.compile(r"linear_fc1\.weight_[wv]$")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def check_files(files: TorchDistFiles, model: ModelConfig, without_mtp: bool = False) -> Layout:
+def check_files(files: TorchDistFiles, model: ModelConfig, without_mtp: bool = False, said_by: str = "config.json") -> Layout:
     """The layout of the files, in their own dtypes. Raises UserError that names keys which are missing, unknown or misshapen.
 
     Stacked layers and layers apart are read, norms under Transformer Engine's and under the local spec's names, and any padding of
-    the vocabulary. Layers for multi-token prediction are refused unless `without_mtp` leaves them out, with a warning.
+    the vocabulary. `said_by` is the file that describes the model. Layers for multi-token prediction are refused unless `without_mtp` leaves them out, with a warning.
     """
     where = f"checkpoint {str(files.directory)!r}"
     keys = [key for key in files if not key.startswith(NOT_WEIGHTS) and "_extra_state" not in key]
@@ -36,10 +36,10 @@ def check_files(files: TorchDistFiles, model: ModelConfig, without_mtp: bool = F
     keys = _without_mtp(keys, where, without_mtp)
     rows = int(files[EMBEDDING].shape[0]) if EMBEDDING in files else model.vocab_size
     if rows < model.vocab_size:
-        raise UserError(f"{where}: {EMBEDDING} has {rows} rows, config.json says vocab_size {model.vocab_size}; one of the two is wrong")
+        raise UserError(f"{where}: {EMBEDDING} has {rows} rows, {said_by} says vocab_size {model.vocab_size}; one of the two is wrong")
     layers = {int(found[1]) for key in keys if (found := _APART.match(key))}
     layout = mcore_files_layout(model, torch.float32, vocabulary_rows=rows, apart=bool(layers), held=set(keys))
-    _compare(files, layout, keys, model, where, layers)
+    _compare(files, layout, keys, model, where, layers, said_by)
     return Layout("mcore_files", 0, tuple(LocalTensor(t.name, t.shape, files[t.name].dtype, t.pieces) for t in layout.tensors))
 
 
@@ -53,17 +53,18 @@ def _without_mtp(keys: list[str], where: str, without_mtp: bool) -> list[str]:
     return [key for key in keys if key not in set(found)]
 
 
-def _compare(files: TorchDistFiles, layout: Layout, keys: list[str], model: ModelConfig, where: str, layers: set[int]) -> None:
-    count = f"; the files hold {max(layers) + 1} layers, config.json says {model.num_layers}" if layers and max(layers) + 1 != model.num_layers else ""
+def _compare(files: TorchDistFiles, layout: Layout, keys: list[str], model: ModelConfig, where: str, layers: set[int],
+             said_by: str) -> None:
+    count = f"; the files hold {max(layers) + 1} layers, {said_by} says {model.num_layers}" if layers and max(layers) + 1 != model.num_layers else ""
     if missing := [local.name for local in layout.tensors if local.name not in files]:
-        hint = "; config.json says tie_word_embeddings false, so the head must be there: set it to true if the model ties it" if HEAD in missing else ""
+        hint = f"; {said_by} says tie_word_embeddings false, so the head must be there: set it to true if the model ties it" if HEAD in missing else ""
         raise UserError(f"{where} lacks {len(missing)} tensors of its config ({model.family}): {listed(missing)}{hint}{count}")
     if extra := [key for key in keys if key not in layout.by_name]:
-        hint = "; config.json says tie_word_embeddings true" if HEAD in extra else ""
+        hint = f"; {said_by} says tie_word_embeddings true" if HEAD in extra else ""
         raise UserError(f"{where} holds {len(extra)} tensors that a {model.family} model with its config does not have: {listed(extra)}{hint}{count}")
     for local in layout.tensors:
         held = files[local.name]
         if tuple(held.shape) != local.shape:
-            raise UserError(f"{where}: {local.name} has shape {tuple(held.shape)}, config.json asks for {local.shape}; one of the two is wrong")
+            raise UserError(f"{where}: {local.name} has shape {tuple(held.shape)}, {said_by} asks for {local.shape}; one of the two is wrong")
         if held.dtype not in FLOATS:
             raise UserError(f"{where}: {local.name} has dtype {held.dtype}; supported: {', '.join(map(str, FLOATS))}")

@@ -7,6 +7,7 @@ Both name the fields of megatron-core's TransformerConfig; where Megatron-LM's a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,14 @@ _COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", 
              "layernorm_epsilon", "share_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm", "num_moe_experts", "moe_ffn_hidden_size",
              "moe_router_topk", "moe_shared_expert_intermediate_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
              "qk_pos_emb_head_dim", "v_head_dim")
+# the fields that are computed with: (allowed, in words)
+_WHOLE = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "num_query_groups", "ffn_hidden_size", "seq_length", "vocab_size",
+          "padded_vocab_size", "make_vocab_size_divisible_by", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
+          "moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+          "qk_pos_emb_head_dim", "v_head_dim", "original_max_position_embeddings")
+_REAL = ("rotary_base", "rotary_percent", "layernorm_epsilon", "init_method_std", "moe_router_topk_scaling_factor", "rotary_scaling_factor",
+         "rope_scaling_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_PATTERNS = ("moe_layer_freq", "window_attn_skip_freq")
 _LLAMA3 = RopeScaling(8.0, 1.0, 4.0, 8192)  # all but the factor is fixed in Megatron's rotary embedding
 
 
@@ -100,6 +109,32 @@ def from_lm(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def check_types(stored: Mapping[str, Any], where: str) -> None:
+    """Raise UserError that names a field that is no number where one is needed. `stored` is in the words of TransformerConfig."""
+    for names, fits, words in ((_WHOLE, _is_whole, "a whole number of at least 0"), (_REAL, _is_real, "a number"),
+                               (_PATTERNS, _is_pattern, "a whole number above 0, or a list of 0 and 1"), (("window_size",), _is_pair, "two whole numbers")):
+        for name in names:
+            value = stored.get(name)
+            if value is not None and not fits(value):
+                raise UserError(f"{where}: {name} is {value!r}; it must be {words}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_pattern(value: Any) -> bool:
+    return all(x in (0, 1) for x in value) if isinstance(value, (list, tuple)) else _is_whole(value) and value > 0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(x, int) for x in value)
+
+
 def contradictions(model: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
     """What config.json and the checkpoint's own description say differently. `stored` is in the words of TransformerConfig."""
     expected = fields_of(model)
@@ -119,14 +154,15 @@ def contradictions(model: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
 
 
 def model_of(stored: Mapping[str, Any], where: str) -> ModelConfig:
-    """The architecture from the checkpoint's own description, in the words of TransformerConfig.
+    """The architecture from the checkpoint's own description, in the words of TransformerConfig. `where` is a plural.
 
-    Raises UserError that names what no supported family has, or what is missing.
+    Raises UserError that names what no supported family has, what is missing, or what is no number where one is needed.
     """
+    check_types(stored, where)
     try:
         config = _hf_config(stored, where)
     except KeyError as error:
-        raise UserError(f"{where} does not say {error}; give the model's config.json with --hf-config DIR") from None
+        raise UserError(f"{where} do not say {error}; give the model's config.json with --hf-config DIR") from None
     return ModelConfig.from_hf(config, make_vocab_size_divisible_by=int(stored.get("make_vocab_size_divisible_by") or 128))
 
 
@@ -136,7 +172,7 @@ def _hf_config(stored: Mapping[str, Any], where: str) -> dict[str, Any]:
     vocabulary = stored.get("vocab_size")
     if vocabulary is None:
         vocabulary = stored["padded_vocab_size"]
-        logger.warning("%s gives the padded vocabulary only (%s rows); give --hf-config DIR for the model's own size", where, vocabulary)
+        logger.warning("%s give the padded vocabulary only (%s rows); give --hf-config DIR for the model's own size", where, vocabulary)
     layers = int(stored["num_layers"])
     out: dict[str, Any] = dict(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=int(stored.get("num_query_groups") or heads),
@@ -172,7 +208,7 @@ def _refuse(stored: Mapping[str, Any], where: str) -> None:
         if stored.get(name) and not (name == "add_bias_linear" and stored.get("softmax_type") == "learnable"):
             raise UserError(f"{where}: {name} is {stored[name]!r}, which no supported family has")
     if stored.get("softmax_type") == "learnable":
-        raise UserError(f"{where} describes a gpt_oss model, whose scaling of rotary embeddings is not in it; give its config.json with --hf-config DIR")
+        raise UserError(f"{where} describe a gpt_oss model, whose scaling of rotary embeddings is not in them; give its config.json with --hf-config DIR")
 
 
 def _moe_family(stored: Mapping[str, Any], out: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from checkpoint.hf_config import write_companions
-from checkpoint.megatron_args import contradictions, fields_of, from_lm, lm_arguments, model_of
+from checkpoint.megatron_args import check_types, contradictions, fields_of, from_lm, lm_arguments, model_of
 from checkpoint.safe_pickle import load_common
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
@@ -68,7 +68,10 @@ def find(directory: Path) -> Found | None:
 
 
 def _named(tracker: Path) -> str:
-    text = tracker.read_text().strip()
+    try:
+        text = tracker.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{tracker} is not text ({error}); it must hold a number or 'release'") from None
     if text != RELEASE and not text.isdecimal():
         raise UserError(f"{tracker} holds {text!r}; it must be a number or 'release'")
     return text if text == RELEASE else f"iter_{int(text):07d}"
@@ -84,16 +87,29 @@ def read_model(found: Found, hf_config: Path | None) -> ModelConfig:
     Raises UserError where the two contradict each other, or neither says enough.
     """
     stored, where = _stored_fields(found)
-    directory = hf_config or (found.companions if found.companions and (found.companions / "config.json").is_file() else None)
+    directory = _config_directory(found, hf_config)
     if directory is None:
         if stored is None:
             raise UserError(f"{found.weights} does not say which model it is ({where}); give the model's config.json with --hf-config DIR")
         return model_of(stored, where)
+    if stored is not None:
+        check_types(stored, where)
     divisor = (stored or {}).get("make_vocab_size_divisible_by")
     model = ModelConfig.from_directory(directory, **({"make_vocab_size_divisible_by": int(divisor)} if divisor else {}))
     if stored is not None and (wrong := contradictions(model, stored)):
         raise UserError(f"{directory / 'config.json'} is not of the model in {found.weights}: {'; '.join(wrong)}")
     return model
+
+
+def described_in(found: Found, hf_config: Path | None) -> str:
+    """The name of the file that `read_model` takes the model from."""
+    if _config_directory(found, hf_config) is not None:
+        return "config.json"
+    return RUN_CONFIG if found.form == "megatron-bridge" else "common.pt"
+
+
+def _config_directory(found: Found, hf_config: Path | None) -> Path | None:
+    return hf_config or (found.companions if found.companions and (found.companions / "config.json").is_file() else None)
 
 
 def _stored_fields(found: Found) -> tuple[dict[str, Any] | None, str]:
@@ -102,9 +118,9 @@ def _stored_fields(found: Found) -> tuple[dict[str, Any] | None, str]:
         path = found.weights / RUN_CONFIG
         try:
             section = yaml.load(path.read_text(), Loader=_Plain).get("model")  # noqa: S506 (tags become plain values)
-        except (yaml.YAMLError, AttributeError, OSError) as error:
+        except (yaml.YAMLError, AttributeError, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
-        return (dict(section) if isinstance(section, dict) else None), str(path)
+        return (dict(section) if isinstance(section, dict) else None), f"the settings in {path}"
     arguments = load_common(found.weights / "common.pt").get("args")
     return (from_lm(vars(arguments)) if isinstance(arguments, argparse.Namespace) else None), f"the arguments in {found.weights / 'common.pt'}"
 

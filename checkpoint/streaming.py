@@ -15,6 +15,7 @@ from torch import Tensor
 
 from checkpoint.mapped import MappedFiles
 from checkpoint.torch_dist import Chunked
+from parallel.errors import UserError
 from resharding.boxes import Box, at, intersect, shape_of, slices, volume, whole
 from resharding.fp8 import E4M3
 from resharding.layout import IDENTITY, Layout, LocalTensor
@@ -127,6 +128,8 @@ class Assembler:
                     values, target = CAST.read(one, held), one.dst_view.of(out)[slices(one.dst_box)]
                     if not self._mapped.read(values, target):
                         target.copy_(values.reshape(target.shape))
+                    if target.dtype == torch.float16 != values.dtype:
+                        _check_range(one, values, target)
         return out
 
     def _memory(self, nbytes: int) -> Tensor:
@@ -147,6 +150,17 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _check_range(copy: Copy, values: Tensor, target: Tensor) -> None:
+    """Raise UserError where a finite value has become infinite in float16; what was infinite or NaN stays so."""
+    if target.isfinite().all():
+        return
+    lost = values.isfinite() & ~target.isfinite().reshape(values.shape)
+    if lost.any():
+        largest = values[lost].abs().max().item()
+        raise UserError(f"{copy.canonical}: {copy.src_tensor} holds values of up to {largest:g}, which float16 cannot hold (its largest is 65504); "
+                        "write bfloat16 or float32 (--dtype)")
 
 
 def _distance(box: Box, origin: Box) -> list[int]:

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from checkpoint.claim import Claim, claim
 from checkpoint.files import replace_directory
 from checkpoint.safetensors_format import Entry, file_size, make_header
 from checkpoint.streaming import Assembler, Part
@@ -87,7 +86,7 @@ def check_writable(directory: Path, overwrite: bool) -> None:
         raise UserError(f"output directory {str(directory)!r} cannot be made: {str(blocking)!r} is a file; give another directory")
     held = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
     if held and not overwrite:
-        raise UserError(f"output directory {str(directory)!r} is not empty; choose another or allow overwriting")
+        raise UserError(f"output directory {str(directory)!r} is not empty; give another one, or allow overwriting with --overwrite")
     if foreign := [name for name in held if not _FILES.fullmatch(name)]:
         raise UserError(f"output directory {str(directory)!r} holds {listed(foreign, 4)}, not part of a TensorRT-LLM checkpoint; nothing is "
                         "overwritten there: choose another directory")
@@ -95,7 +94,7 @@ def check_writable(directory: Path, overwrite: bool) -> None:
 
 class EngineWriter:
     """Writes all ranks' files, tensors in any order. A context manager: left without an error, the whole directory appears at
-    once, else nothing does.
+    once, else nothing does. Entering raises UserError where another process is writing it; what a killed one left is removed.
 
         with EngineWriter(directory, model, EngineMapping(tp=2), torch.bfloat16) as writer:
             for layout in writer.layouts: ... writer.write(layout.rank, name, tensor)
@@ -107,16 +106,18 @@ class EngineWriter:
         self._config = engine_config(model, mapping, dtype)
         self.layouts = engine_layouts(model, mapping, dtype)
         check_writable(self._target, overwrite)
-        self._temporary = self._target.with_name(f".{self._target.name}.tmp-{uuid.uuid4().hex[:12]}")
+        self._overwrite = overwrite
+        self._claim: Claim | None = None
         self._files: dict[int, tuple[int, dict[str, Entry]]] = {}  # rank -> descriptor, places
         self._written: dict[tuple[int, str], list[range]] = defaultdict(list)  # (rank, tensor) -> rows
 
     def __enter__(self) -> EngineWriter:
         try:
-            self._temporary.mkdir(parents=True)
+            self._claim = claim(self._target)
+            check_writable(self._target, self._overwrite)  # again: now nobody else writes it
             for layout in self.layouts:
                 head, places = make_header((t.name, t.shape, t.dtype) for t in layout.tensors)
-                handle = os.open(self._temporary / f"rank{layout.rank}.safetensors", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                handle = os.open(self._claim.temporary / f"rank{layout.rank}.safetensors", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 self._files[layout.rank] = handle, places
                 os.ftruncate(handle, file_size(head, places))
                 _write_at(handle, head, 0)
@@ -148,17 +149,18 @@ class EngineWriter:
         try:
             for handle, _ in self._files.values():
                 os.close(handle)
-            if kind is None:
-                self._publish()
+            if kind is None and self._claim is not None:
+                self._publish(self._claim.temporary)
         finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            if self._claim is not None:
+                self._claim.release()
 
-    def _publish(self) -> None:
+    def _publish(self, temporary: Path) -> None:
         left = [f"{t.name} (rank {x.rank})" for x in self.layouts for t in x.tensors if sum(map(len, self._written[x.rank, t.name])) < t.shape[0]]
         if left:
             raise WeightsError(f"{str(self._target)!r} is not written: {len(left)} tensors are missing: {listed(left)}")
-        (self._temporary / "config.json").write_text(json.dumps(self._config, indent=2) + "\n")
-        replace_directory(self._temporary, self._target)
+        (temporary / "config.json").write_text(json.dumps(self._config, indent=2) + "\n")
+        replace_directory(temporary, self._target)
 
 
 def _write_at(handle: int, data: Any, offset: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
+from parallel.hf_values import check_values, read_config
 from parallel.quantization import read_quantization
 
 logger = logging.getLogger(__name__)
@@ -156,18 +156,25 @@ class ModelConfig:
             raise UserError(f"model directory {str(directory)!r} does not exist; give a directory with config.json and *.safetensors")
         if not (path / "config.json").is_file():
             raise UserError(f"model directory {str(directory)!r} has no config.json; give a Hugging Face model directory")
-        try:
-            data = json.loads((path / "config.json").read_text())
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path / 'config.json'} is not valid JSON: {error}") from None
+        data = read_config(path / "config.json")
         return cls.from_hf(data, **changes)
 
     @classmethod
     def from_hf(cls, hf: dict[str, Any], **changes: Any) -> ModelConfig:
-        """Build from a config dictionary. Raises UserError for a family or an option that is not supported."""
+        """Build from a config dictionary. Raises UserError for a family or an option that is not supported, or a value of a wrong kind."""
         from parallel.families import family_of  # families read this module's types
 
         family = family_of(hf)
+        check_values(hf)
+        try:
+            return cls._from_checked(hf, family, changes)
+        except (TypeError, ValueError, AttributeError, ArithmeticError, KeyError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"model config.json ({family.name}) has a value that cannot be used: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _from_checked(cls, hf: dict[str, Any], family: Any, changes: dict[str, Any]) -> ModelConfig:
         source, hf = hf, {**family.defaults, **hf}
         try:
             hidden, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])

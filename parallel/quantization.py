@@ -1,4 +1,4 @@
-"""What `quantization_config` of a config.json says: block-quantised FP8 is read, every other method is refused by name."""
+"""What `quantization_config` of a config.json, or modelopt's hf_quant_config.json, says: block-quantised FP8 is read, every other method is refused by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from parallel.errors import UserError
 
 FORMATS = ("e4m3", "float8_e4m3fn")
+MODELOPT = "hf_quant_config.json"
 INSTEAD = "give a bf16 or fp32 directory, or one in FP8 with weight_block_size (e.g. [128, 128]) and activation_scheme 'dynamic'"
 
 
@@ -30,7 +31,23 @@ def read_quantization(hf: dict[str, Any]) -> BlockFP8 | None:
     config = hf.get("quantization_config") or hf.get("compression_config")
     if not config:
         return None
-    where = f"model config.json ({hf.get('model_type')})"
+    return _read(config, f"model config.json ({hf.get('model_type')})")
+
+
+def read_modelopt(declared: Any, where: str) -> BlockFP8 | None:
+    """How the files beside a modelopt `hf_quant_config.json` are quantised, as if its content were in config.json.
+
+    Raises UserError that names `where`, the file's path, and the method. Source: TensorRT-LLM's `ModelConfig.load_modelopt_quant_config`.
+    """
+    if not isinstance(declared, dict):
+        raise UserError(f"{where} holds {declared!r}; it must be an object with producer and quantization")
+    inner = declared.get("quantization")
+    return _read({**declared, **(inner if isinstance(inner, dict) else {})}, where)
+
+
+def _read(config: Any, where: str) -> BlockFP8:
+    if not isinstance(config, dict):
+        raise UserError(f"{where}: quantization_config is {config!r}; it must be an object with a quant_method")
     method = config.get("quant_method") or _unnamed(config)
     if method != "fp8":
         hint = "; dequantise it first, e.g. transformers' Mxfp4Config(dequantize=True) and save_pretrained" if method == "mxfp4" else ""
@@ -49,6 +66,6 @@ def read_quantization(hf: dict[str, Any]) -> BlockFP8 | None:
 
 def _unnamed(config: dict[str, Any]) -> str:
     """What to call a method that does not name itself, as modelopt's."""
-    producer = config.get("producer") or {}
-    words = (producer.get("name"), config.get("quant_algo") or config.get("format"))
+    producer = config.get("producer")
+    words = (producer.get("name") if isinstance(producer, dict) else producer, config.get("quant_algo") or config.get("format"))
     return " ".join(str(word) for word in words if word) or "without a quant_method"

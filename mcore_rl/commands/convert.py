@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,8 +68,7 @@ def add(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     source, destination = parse_model(arguments.source, None), _target(arguments.destination)
     _check_options(arguments, source[0], destination[0])
-    if destination[1].absolute().resolve() == source[1].absolute().resolve():
-        raise UserError(f"source and destination are the same directory {str(source[1])!r}")
+    destination = (destination[0], _place(source[1], destination[1]))
     with contextlib.ExitStack() as stack:
         if read_environment().world_size > 1:
             stack.enter_context(joined("cpu"))
@@ -77,8 +78,11 @@ def execute(arguments: argparse.Namespace) -> int:
         opened = stack.enter_context(open_model(*source, arguments.hf_config, arguments.without_mtp))
         started = time.perf_counter()
         write = _writer(arguments, opened, destination)
-        with _progress("writing") as report:
-            write(report)
+        try:
+            with _progress("writing") as report:
+                write(report)
+        except OSError as error:
+            raise UserError(f"{arguments.destination} cannot be written: {error}; nothing was published") from None
         if arguments.verify:
             try:
                 with _progress("verifying") as report:
@@ -94,6 +98,25 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _place(source: Path, destination: Path) -> Path:
+    """Where the destination really is: a link's target. Raises UserError where it cannot be written, or touches the source."""
+    try:
+        real, read = Path(os.path.realpath(destination)), Path(os.path.realpath(source))
+        if real == read or real.is_relative_to(read) or read.is_relative_to(real):
+            raise UserError(f"source {str(source)!r} and destination {str(destination)!r} are the same directory or one lies in the other; "
+                            "give a destination apart from the source")
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(real)  # a name that is too long
+        above = next(p for p in real.parents if p.exists())
+        if above.is_dir() and rank() == 0:
+            os.rmdir(tempfile.mkdtemp(prefix=".mcore-rl-", dir=above))
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"destination {str(destination)!r} cannot be written: {error}; give another directory") from None
+    return real if destination.is_symlink() else destination
+
+
 def _target(name: str) -> tuple[str, Path]:
     if name.startswith(ENGINE + ":"):
         return ENGINE, Path(name.removeprefix(ENGINE + ":"))
@@ -107,6 +130,8 @@ def _check_options(arguments: argparse.Namespace, source: str, destination: str)
         flag = "--" + name.replace("_", "-")
         if value is not None and destination not in kinds:
             raise UserError(f"{flag} says nothing of a destination {destination}:DIR; it is for {' and '.join(k + ':DIR' for k in kinds)}: leave it out")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag} is {value}; it must be a number more than 0")
         if isinstance(value, (int, float)) and value <= 0 or isinstance(value, int) and value < 1:
             raise UserError(f"{flag} is {value}; it must be at least 1" if isinstance(value, int) else f"{flag} is {value}; it must be more than 0")
     if arguments.hf_config is not None and source != "mcore":

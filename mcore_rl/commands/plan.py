@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import time
 from functools import lru_cache
@@ -16,6 +17,7 @@ from rich.table import Table
 from mcore_rl.cli import command
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
+from parallel.hf_values import read_config
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
 from parallel.sizes import parallel_config, sizes
@@ -52,10 +54,8 @@ def add(commands: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    _check_numbers(arguments)
     model, source, destination = _parties(arguments)
-    per_host = arguments.ranks_per_host
-    if per_host < 1 or min(arguments.local_gb_s, arguments.same_host_gb_s, arguments.remote_gb_s) <= 0:
-        raise UserError("plan reshard: --ranks-per-host and the bandwidths must be positive")
     try:
         if arguments.rank is None:
             figures = _show_all(model, source, destination, arguments)
@@ -68,16 +68,19 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for name in ("world", "replicas", "ranks_per_host", "show", "local_gb_s", "same_host_gb_s", "remote_gb_s"):
+        value = getattr(arguments, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"plan reshard: --{name.replace('_', '-')} is {value}; it must be a positive number")
+
+
 def _parties(arguments: argparse.Namespace) -> tuple[ModelConfig, McoreParty, TrtllmParty]:
     path = Path(arguments.model)
-    if path.is_file():
-        try:
-            model = ModelConfig.from_hf(json.loads(path.read_text()))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
-    else:
-        model = ModelConfig.from_directory(path)
+    model = ModelConfig.from_hf(read_config(path)) if path.is_file() else ModelConfig.from_directory(path)
     parallel, engine = parallel_config(arguments.train), sizes(arguments.rollout, ("tp", "ep"))
+    if engine.get("ep", 1) > 1 and model.moe is None:
+        raise UserError(f"plan reshard: --rollout {arguments.rollout}: {model.family} has no experts; leave ep out")
     world, tp = arguments.world or _smallest_world(parallel), engine.get("tp", 1)
     parallel.validate(world, model, "train")
     replicas = arguments.replicas or max(1, world // tp)

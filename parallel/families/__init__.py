@@ -17,7 +17,7 @@ __all__ = ["FAMILIES", "Family", "Parameter", "family_of"]
 def family_of(hf: dict[str, Any]) -> Family:
     """The family of a HF config. Raises UserError that lists the supported ones."""
     name = hf.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         guess = nearest(str(name), FAMILIES)
         raise UserError(f"model_type {name!r} is not a supported family; supported: {', '.join(sorted(FAMILIES))}"
                         + (f"; did you mean {guess!r}?" if guess else ""))

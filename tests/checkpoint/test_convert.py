@@ -15,16 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint import megatron_lm
-from checkpoint.convert import FORMS, check_destination, open_model, verify
+from checkpoint.convert import FORMS, check_destination, open_model, verify, write_hf, write_mcore
 from checkpoint.mcore import model_config_of
 from checkpoint.run_state import verify as verify_files
 from checkpoint.torch_archive import find_values
 from checkpoint.torch_dist import TorchDistFiles
 from checkpoint.torch_dist_writer import TorchDistWriter
+from checkpoint.trtllm_engine import write_engine
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.errors import WeightsError
+from resharding.layouts.trtllm_engine import EngineMapping
 from tests.checkpoint.conversion import store, tensors, to_hf, to_mcore
 from tests.models import FAMILY_TINY
 from tests.worker_pool import run_ranks
@@ -82,6 +84,28 @@ def test_dtype_is_kept_unless_another_is_asked_for(sources: dict[str, Path], tmp
     to_mcore(mixed, tmp_path / "mixed-mcore")
     with TorchDistFiles(tmp_path / "mixed-mcore/weights") as files:
         assert torch.equal(files["decoder.final_layernorm.weight"][0:64,], held["model.norm.weight"])
+
+
+def test_values_that_float16_cannot_hold_are_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
+    """65519 is rounded to the largest float16, what is infinite already stays so, 65520 is too much: in any form that is written."""
+    source, name = shutil.copytree(sources["qwen2"], tmp_path / "in"), "model.layers.1.mlp.down_proj.weight"
+    held = {n: t.float() for n, t in load_file(source / "model.safetensors").items()}
+    for value, fits in ((65519.0, True), (float("inf"), True), (65520.0, False), (-3e38, False)):
+        held[name][5, 7] = value
+        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+        with open_model("hf", source) as opened:
+            writes = {"hf": lambda: write_hf(opened, tmp_path / "hf", torch.float16, overwrite=True),
+                      "mcore": lambda: write_mcore(opened, tmp_path / "mcore", ParallelConfig(tp=2), torch.float16, overwrite=True),
+                      "engine": lambda: write_engine(tmp_path / "engine", opened.files, opened.layout, opened.model, EngineMapping(tp=2), torch.float16, True)}
+            for write in writes.values():
+                if fits:
+                    write()
+                else:
+                    with pytest.raises(UserError, match=f"{name}: .* holds values of up to {abs(value):g}, which float16 cannot hold"):
+                        write()
+        if fits:
+            assert load_file(tmp_path / "hf/model.safetensors")[name][5, 7].item() == min(value, 65504.0 if value < 1e9 else value)
+    assert sorted(os.listdir(tmp_path)) == ["engine", "hf", "in", "mcore"]
 
 
 def test_verify_names_what_differs(megatron: Path, sources: dict[str, Path], tmp_path: Path) -> None:

@@ -93,10 +93,23 @@ def test_megatron_lm_directories_that_are_not_whole_are_refused(sources: dict[st
     tracker.write_text("soon")
     with pytest.raises(UserError, match="holds 'soon'"):
         to_hf(root, tmp_path / "out")
+    tracker.write_bytes(b"\xff12")
+    with pytest.raises(UserError, match=f"{megatron_lm.TRACKER} is not text .*must hold a number or 'release'"):
+        to_hf(root, tmp_path / "out")
     tracker.unlink()
     with pytest.raises(UserError, match="holds iter_0000123 and no latest_checkpointed_iteration.txt"):
         to_hf(root, tmp_path / "out")
     tracker.write_text("123")
+    common = torch.load(root / "iter_0000123/common.pt", weights_only=False)
+    for config in (None, sources["llama"]):
+        for name, value, words in (("num_layers", "x", "num_layers is 'x'; it must be a whole number"), ("rotary_base", [1], r"rotary_base is \[1\]")):
+            wrong = {**common, "args": argparse.Namespace(**{**vars(common["args"]), name: value})}
+            torch.save(wrong, root / "iter_0000123/common.pt")
+            with pytest.raises(UserError, match=rf"the arguments in .*common.pt: {words}"):
+                to_hf(root, tmp_path / "out", hf_config=config)
+    torch.save({**common, "args": argparse.Namespace(**{**vars(common["args"]), "ffn_hidden_size": 95})}, root / "iter_0000123/common.pt")
+    with pytest.raises(UserError, match=r"common.pt asks for \(2, 190, 64\)"):
+        to_hf(root, tmp_path / "out")
     torch.save({"iteration": 123}, root / "iter_0000123/common.pt")
     with pytest.raises(UserError, match="does not say which model it is .*--hf-config DIR"):
         to_hf(root, tmp_path / "out")
@@ -152,5 +165,5 @@ def test_options_that_no_family_has_are_refused() -> None:
                           ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma")):
         with pytest.raises(UserError, match=words):
             model_of({**fields, **change}, "x")
-    with pytest.raises(UserError, match="does not say 'hidden_size'"):
+    with pytest.raises(UserError, match="x do not say 'hidden_size'"):
         model_of({"num_layers": 2, "num_attention_heads": 2}, "x")

@@ -278,8 +278,36 @@ def test_fp8_directories_that_do_not_fit_together_are_refused_by_name(tmp_path: 
     with pytest.raises(UserError, match="quantization 'modelopt FP8' is not supported; give a bf16"):
         canonical(tmp_path)
     edit_config(tmp_path, quantization_config=None)
-    with pytest.raises(UserError, match=r"_proj.weight is FP8 \(F8_E4M3\), but config.json has no quantization_config"):
+    with pytest.raises(UserError, match=r"_proj.weight is FP8 \(F8_E4M3\), but config.json has no quantization_config.*contradicts the files"):
         canonical(tmp_path)
+
+
+def test_a_declaration_of_fp8_that_the_files_do_not_bear_out_is_refused(tmp_path: Path) -> None:
+    directory = edit_config(write_model(tmp_path), quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]))
+    with pytest.raises(UserError, match="quantization_config of block FP8, but no tensor is FP8 .*contradicts the files"):
+        canonical(directory)
+    edit_config(directory, quantization_config=None)
+    (directory / "hf_quant_config.json").write_text(json.dumps(dict(producer=dict(name="modelopt"), quantization=dict(quant_algo="NVFP4"))))
+    with pytest.raises(UserError, match="hf_quant_config.json: quantization 'modelopt NVFP4' is not supported; give a bf16"):
+        canonical(directory)
+    (directory / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"hf_quant_config.json holds \[\]"):
+        canonical(directory)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_would_lose_the_weights_are_refused_by_name(tmp_path: Path, value: float) -> None:
+    """Also where codes and scales are taken as they are."""
+    scale = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    quantise(write_model(tmp_path), (16, 16))
+    held = load_file(tmp_path / SINGLE)
+    held[scale][3, 2] = value
+    save_file(held, tmp_path / SINGLE, metadata={"format": "pt"})
+    model = ModelConfig.from_directory(tmp_path)
+    stored = fp8_layout(mcore_layout(model, ParallelConfig(), 0, 1, torch.float32), fp8_weights(model), (16, 16))
+    for read in (lambda: canonical(tmp_path), lambda: read_hf(tmp_path, stored, empty_tensors(stored), model)):
+        with pytest.raises(UserError, match=rf"{SINGLE}: {scale} holds 1 scales that are not finite or not above zero, the first {value} at \[3, 2\]"):
+            read()
 
 
 def test_mxfp4_experts_are_refused_by_name_whatever_the_config_says(tmp_path: Path) -> None:
@@ -317,6 +345,14 @@ def test_half_written_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"shards hold 1 tensors that .* does not place in them: model.norm.weight"):
         canonical(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    index = (tmp_path / INDEX).read_bytes()
+    for content, message in ((json.dumps({"weight_map": {**weight_map, "model.norm.weight": 3}}).encode(), "weight_map says 3 of model.norm.weight; it must be"),
+                             (json.dumps({"weight_map": {**weight_map, "model.norm.weight": ["a"]}}).encode(), r"weight_map says \['a'\] of model.norm.weight"),
+                             (b'{"weight_map": []}', "has no weight_map"), (b"[]", "has no weight_map"), (b"\xff" + index, "is not valid JSON: 'utf-8' codec")):
+        (tmp_path / INDEX).write_bytes(content)
+        with pytest.raises(UserError, match=f"{INDEX}.* {message}"):
+            canonical(tmp_path)
+    (tmp_path / INDEX).write_bytes(index)
     (tmp_path / INDEX).rename(tmp_path / "away")
     with pytest.raises(UserError, match=f"holds 3 safetensors files .* and no {INDEX}"):
         canonical(tmp_path)

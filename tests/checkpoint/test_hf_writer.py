@@ -17,11 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checkpoint.hf import INDEX, SINGLE, HFWriter, read_hf, write_hf
+from checkpoint.trtllm_engine import EngineWriter
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.errors import SyncError, WeightsError
 from resharding.layout import Layout, empty_tensors
 from resharding.layouts import hf_layout
+from resharding.layouts.trtllm_engine import EngineMapping
 from tests.models import write_model
 from tests.resharding.direct import assert_same, tiny
 from tests.worker_pool import run_ranks
@@ -132,6 +134,71 @@ def test_a_write_that_fails_half_way_leaves_the_old_directory(tmp_path: Path, mo
             with pytest.raises(OSError, match="no space left"):
                 written(tmp_path / "new")
         assert os.listdir(tmp_path) == ["out"]
+
+
+def _killed(directory: Path, kind: str, renaming: bool) -> None:
+    """A process of its own that is killed (as by SIGKILL) in the middle of writing, or between the two renames of a replacement."""
+    if (child := os.fork()) == 0:
+        if renaming:
+            real = Path.rename
+            Path.rename = lambda self, target: os._exit(9) if self.name.startswith(".tmp-") else real(self, target)  # type: ignore[method-assign,assignment]
+        with writer_of(directory, kind, overwrite=True) as writer:
+            if not renaming:
+                os._exit(9)
+            fill(writer, kind)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def writer_of(directory: Path, kind: str, **options: Any) -> Any:
+    if kind == "engine":
+        return EngineWriter(directory, tiny(), EngineMapping(tp=2), torch.float32, **options)
+    model, layout, _ = mixed()
+    return HFWriter(directory, layout, model, torch.bfloat16, shared=kind == "shared", **options)
+
+
+def fill(writer: Any, kind: str) -> None:
+    if kind == "engine":
+        for layout in writer.layouts:
+            for local in layout.tensors:
+                writer.write(layout.rank, local.name, torch.ones(local.shape, dtype=local.dtype))
+        return
+    for name, tensor in mixed()[2].items():
+        writer.write(name, tensor)
+
+
+@pytest.mark.parametrize("kind", ["hf", "shared", "engine"])
+def test_what_a_killed_writer_leaves_is_taken_over_by_the_next(tmp_path: Path, kind: str) -> None:
+    out, temporary = tmp_path / "out", [".tmp-out-0", ".tmp-out-0.lock"]
+    for _ in range(2):
+        _killed(out, kind, renaming=False)
+        assert sorted(os.listdir(tmp_path)) == temporary
+    (tmp_path / ".tmp-out-0/stale").touch()
+    with writer_of(out, kind) as writer:
+        fill(writer, kind)
+    content = {p.name: p.read_bytes() for p in out.iterdir()}
+    assert os.listdir(tmp_path) == ["out"] and "stale" not in content
+    (out / "config.json").write_text("older")
+    _killed(out, kind, renaming=True)  # the old directory is aside, the new one not there yet
+    assert sorted(os.listdir(tmp_path)) == [".old-out-0", *temporary]
+    with pytest.raises(UserError, match="is not empty; .*--overwrite"), writer_of(out, kind):
+        pass
+    assert os.listdir(tmp_path) == ["out"] and (out / "config.json").read_text() == "older"
+    with writer_of(out, kind, overwrite=True) as writer:
+        fill(writer, kind)
+    assert os.listdir(tmp_path) == ["out"] and {p.name: p.read_bytes() for p in out.iterdir()} == content
+
+
+@pytest.mark.parametrize("kind", ["hf", "engine"])
+def test_a_second_live_writer_of_a_directory_is_refused(tmp_path: Path, kind: str) -> None:
+    with writer_of(tmp_path / "out", kind) as writer:
+        for other in ("hf", "engine"):
+            with pytest.raises(UserError, match=f"out' is being written by process {os.getpid()} on .*give another directory"):
+                with writer_of(tmp_path / "out", other):
+                    pass
+        with writer_of(tmp_path / "beside", kind) as beside:
+            fill(beside, kind)
+        fill(writer, kind)
+    assert sorted(os.listdir(tmp_path)) == ["beside", "out"]
 
 
 def test_nothing_is_published_that_is_not_whole(tmp_path: Path) -> None:

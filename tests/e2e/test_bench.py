@@ -26,6 +26,8 @@ KEYS = {
                 "transport_gb_per_s", "of_transport_without_checksums", "peak_extra_bytes", "bucket_bytes", "gather_seconds",
                 "gather_fairness", "all_gather_gb_per_s", "times_faster_than_gather", "times_faster_than_gather_without_checksums",
                 "train", "rollout", "procs", "dtype", "device"},
+    "convert": {"bytes", "seconds", "gb_per_s", "plain_copy_gb_per_s", "of_plain_copy", "plain_copy_seconds", "peak_rss_growth_bytes"},
+    "plan": {"rank", "seconds", "copies", "peak_rss_bytes"},  # of one rank
     "rollout": {"tokens", "engine_seconds", "engine_tokens_per_s", "transformers_seconds", "transformers_tokens_per_s", "gemm_gflops",
                 "ceiling_tokens_per_s", "engine_of_ceiling", "dtype", "device", "threads"},
     "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
@@ -67,6 +69,18 @@ def test_reshard_moves_what_the_engine_needs_and_agrees_with_its_rival(tmp_path:
     assert 0 <= found["peak_extra_bytes"] <= 2 * found["bucket_bytes"]
 
 
+def test_convert_measures_one_direction_beside_a_plain_copy(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "qwen3_moe")
+    found = figures("convert", "--model", str(model), "--direction", "hf-to-mcore", "--repeat", "1")
+    assert found["bytes"] > 0 and found["of_plain_copy"] > 0
+
+
+def test_plan_measures_a_rank_of_a_thousand() -> None:
+    """Rank 960 holds the last stage and no engine: it sends all that it has, 32 times over, and receives nothing."""
+    found = figures("plan", "--case", "deepseek-v3", "--rank", "960")
+    assert found["copies"] > 2 * 4 * 3 * 32 and found["peak_rss_bytes"] < 1e9
+
+
 def test_the_gpu_session_says_what_this_machine_lacks() -> None:
     done = subprocess.run(["benchmarks/gpu_session.sh", sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=120,
                           env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
@@ -74,12 +88,14 @@ def test_the_gpu_session_says_what_this_machine_lacks() -> None:
     assert done.stdout.count("not run: needs") == 6 and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
 
 
+@pytest.mark.slow
 def test_rollout_makes_the_tokens_it_counts(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     found = figures("rollout", "--model", str(model), "--prompts", "2", "--samples", "2", "--prompt-tokens", "4", "--max-tokens", "3", "--repeat", "1")
     assert found["tokens"] == 12
 
 
+@pytest.mark.slow
 def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     found = figures("step", str(config), "run.seed=9", "--steps", "2")

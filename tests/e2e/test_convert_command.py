@@ -28,7 +28,9 @@ def test_every_direction_and_what_makes_no_sense(source: Path, tmp_path: Path) -
             [f"mcore:{t}/lm", f"trtllm-engine:{t}/engine", "--tp", "2", "--moe-ep", "2", "--verify"],
             [f"mcore:{t}/lm", f"hf:{t}/back", "--max-shard-gb", "0.0001", "--verify"],
             [f"hf:{t}/back", f"hf:{t}/one"],
-            [f"mcore:{t}/lm", f"hf:{t}/back", "--overwrite", "--dtype", "float32"]]
+            [f"mcore:{t}/lm", f"hf:{t}/back", "--overwrite", "--dtype", "float32"],
+            [hf, f"mcore:{t}/link"]]
+    (tmp_path / "link").symlink_to(tmp_path / "real")
     bad: list[tuple[list[str], list[str]]] = [
         ([hf, f"hf:{t}/out", "--tp", "2"], ["--tp says nothing of a destination hf:DIR"]),
         ([hf, out, "--moe-ep", "2"], ["--moe-ep", "trtllm-engine:DIR"]),
@@ -37,6 +39,10 @@ def test_every_direction_and_what_makes_no_sense(source: Path, tmp_path: Path) -
         ([hf, out, "--tp", "0"], ["--tp is 0"]), ([hf, out, "--max-shard-gb", "-1"], ["--max-shard-gb is -1.0"]),
         ([hf, out, "--tp", "3", "--etp", "1"], ["tp=3", "num_attention_heads 4"]), ([hf, out, "--ep", "3"], ["ep=3", "8 experts"]),
         ([hf, out, "--pp", "3"], ["--pp is 3", "2 layers"]), ([hf, f"mcore:{source}"], ["same directory"]),
+        ([f"mcore:{t}/m/weights", f"mcore:{t}/m", "--overwrite"], ["one lies in the other"]),
+        ([f"mcore:{t}/m", f"hf:{t}/m/hf", "--overwrite"], ["one lies in the other"]),
+        ([hf, "mcore:/proc/x"], ["/proc/x", "cannot be written", "another directory"]), ([hf, f"hf:{t}/{'x' * 300}"], ["cannot be written"]),
+        ([hf, out, "--max-shard-gb", "nan"], ["--max-shard-gb is nan"]),
         ([f"mcore:{source}", out], ["is no model in Megatron's format"]), ([f"hf:{t}/none", out], ["none", "does not exist"]),
         ([hf, f"trtllm-engine:{t}/out", "--tp", "3"], ["tp", "3"]), ([hf, f"mcore:{t}/m"], ["/m", "--overwrite"]),
     ]
@@ -51,7 +57,8 @@ def test_every_direction_and_what_makes_no_sense(source: Path, tmp_path: Path) -
     assert want.keys() == have.keys() and all(want[k].dtype == have[k].dtype and bool((want[k] == have[k]).all()) for k in want)
     assert all(bool((want[k].float() == wide[k]).all()) and str(wide[k].dtype) == "torch.float32" for k in want)
     assert sorted(p.name for p in (tmp_path / "engine").iterdir()) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
-    assert sorted(os.listdir(tmp_path)) == ["back", "engine", "lm", "m", "one"]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "manifest.json").is_file(), "a link is followed, not replaced"
+    assert sorted(os.listdir(tmp_path)) == ["back", "engine", "link", "lm", "m", "one", "real"]
 
 
 _SLOW = """
