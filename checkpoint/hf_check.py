@@ -69,8 +69,8 @@ def _check_declared(files: HFFiles, where: str) -> None:
         raise UserError(f"{where}: config.json has a quantization_config of block FP8, but no tensor is FP8 (F8_E4M3): the config contradicts the "
                         "files; remove it where the weights were dequantised, else download the directory again")
     if files.quantization is None and codes:
-        raise UserError(f"{where}: {listed(codes)} is FP8 (F8_E4M3), but config.json has no quantization_config with weight_block_size: the config "
-                        "contradicts the files; add it")
+        raise UserError(f"{where}: {len(codes)} tensors are FP8 (F8_E4M3), but config.json has no quantization_config with weight_block_size: the config "
+                        f"contradicts the files; add it: {listed(codes)}")
 
 
 def _contradictions(files: HFFiles, model: ModelConfig) -> str:

@@ -159,7 +159,7 @@ def _check_range(copy: Copy, values: Tensor, target: Tensor) -> None:
     lost = values.isfinite() & ~target.isfinite().reshape(values.shape)
     if lost.any():
         largest = values[lost].abs().max().item()
-        raise UserError(f"{copy.canonical}: {copy.src_tensor} holds values of up to {largest:g}, which float16 cannot hold (its largest is 65504); "
+        raise UserError(f"{copy.src_tensor}, of which {copy.canonical} is made, holds values of up to {largest:g}, which float16 cannot hold (its largest is 65504); "
                         "write bfloat16 or float32 (--dtype)")
 
 

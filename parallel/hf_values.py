@@ -14,7 +14,7 @@ COUNTS = {
     "head_dim": 1, "max_position_embeddings": 1, "num_experts": 1, "num_local_experts": 1, "n_routed_experts": 1, "num_experts_per_tok": 1,
     "experts_per_token": 1, "moe_intermediate_size": 1, "shared_expert_intermediate_size": 1, "n_shared_experts": 0, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 0, "decoder_sparse_step": 1, "num_nextn_predict_layers": 0, "q_lora_rank": 1, "kv_lora_rank": 1,
-    "qk_nope_head_dim": 1, "qk_rope_head_dim": 1, "v_head_dim": 1, "sliding_window": 1, "max_window_layers": 0,
+    "qk_nope_head_dim": 1, "qk_rope_head_dim": 1, "v_head_dim": 1, "sliding_window": 0, "max_window_layers": 0,
 }
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "routed_scaling_factor", "partial_rotary_factor", "swiglu_limit")
 SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_sliding_window", "use_qk_norm", "mlp_bias", "qkv_bias")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +138,19 @@ def test_a_write_that_fails_half_way_leaves_the_old_directory(tmp_path: Path, mo
 
 
 def _killed(directory: Path, kind: str, renaming: bool) -> None:
-    """A process of its own that is killed (as by SIGKILL) in the middle of writing, or between the two renames of a replacement."""
+    """A process of its own that is killed in the middle of writing, or between the two renames of a replacement."""
     if (child := os.fork()) == 0:
-        if renaming:
-            real = Path.rename
-            Path.rename = lambda self, target: os._exit(9) if self.name.startswith(".tmp-") else real(self, target)  # type: ignore[method-assign,assignment]
-        with writer_of(directory, kind, overwrite=True) as writer:
-            if not renaming:
-                os._exit(9)
-            fill(writer, kind)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        real = Path.rename
+        try:
+            with writer_of(directory, kind, overwrite=True) as writer:
+                if not renaming:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                fill(writer, kind)
+                Path.rename = lambda self, target: (  # type: ignore[method-assign,assignment,return-value]
+                    os.kill(os.getpid(), signal.SIGKILL) if self.name.startswith(".tmp-") else real(self, target))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def writer_of(directory: Path, kind: str, **options: Any) -> Any:
