@@ -133,15 +133,15 @@ def test_convert_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     source = write_model(tmp_path / "hf", "qwen2", tie_word_embeddings=False, dtype="bfloat16")
-    for i, sizes in enumerate((["--tp", "1"], ["--tp", "2", "--pp", "2"])):
-        there = mcore_rl("convert", f"hf:{source}", f"mcore:{tmp_path}/m{i}", *sizes)
-        assert there.returncode == 0, there.stderr
-        back = mcore_rl("convert", f"mcore:{tmp_path}/m{i}", f"hf:{tmp_path}/back{i}")
-        assert back.returncode == 0, back.stderr
+    sizes = (["--tp", "1"], ["--tp", "2", "--pp", "2"])
+    *done, existing, unnamed = many(*[["convert", f"hf:{source}", f"mcore:{tmp_path}/m{i}", *s] for i, s in enumerate(sizes)],
+                                    *[["convert", f"mcore:{tmp_path}/m{i}", f"hf:{tmp_path}/back{i}"] for i in range(2)],
+                                    ["convert", f"hf:{source}", f"mcore:{tmp_path}/m0"], ["convert", str(source), f"mcore:{tmp_path}/m3"])
+    assert [code for code, _, _ in done] == [0] * 4, done
+    for i in range(2):
         want, got = load_file(source / "model.safetensors"), load_file(tmp_path / f"back{i}" / "model.safetensors")
         assert want.keys() == got.keys()
         assert all(want[k].dtype == got[k].dtype and torch.equal(want[k].view(torch.int16), got[k].view(torch.int16)) for k in want)
-    existing, unnamed = many(["convert", f"hf:{source}", f"mcore:{tmp_path}/m0"], ["convert", str(source), f"mcore:{tmp_path}/m3"])
     refused(existing, "m0")
     refused(unnamed, "hf:DIR")
 
