@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,7 +54,7 @@ def megatrons_save(jobs: list[tuple[str, str]]) -> None:
             with mock.patch("parallel.layers._checkpoint_names", _local_names):
                 training = _build(source, {}, world)
             Path(destination).mkdir(parents=True)
-            with training.entered(), _children_allowed():
+            with training.entered():
                 _megatrons_save(model_state(training)["model"], destination)
 
 
@@ -88,22 +85,14 @@ def _local_names(latent: bool, experts: bool) -> dict[str, str]:
 
 
 def _megatrons_save(state: Any, destination: str) -> None:
+    """`dist_checkpointing.save`, with its writers as threads: it forks them, and a fork of a process with threads can hang for ever."""
+    import multiprocessing.dummy
     import queue
 
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()  # else a process of its own is started for it
-    with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device", lambda: "cpu"):
+    with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device", lambda: "cpu"), \
+            mock.patch.object(filesystem_async.mp, "get_context", lambda kind: multiprocessing.dummy):
         dist_checkpointing.save(state, destination)
-
-
-@contextlib.contextmanager
-def _children_allowed() -> Iterator[None]:
-    """The pool's workers are daemons, which may have no children; Megatron's writer is one."""
-    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    settings["daemon"] = False
-    try:
-        yield
-    finally:
-        settings["daemon"] = True

@@ -80,7 +80,8 @@ def test_strided_memory_is_read_as_a_copy_would(sides: list[tuple[int, int, int]
     """Views with gaps in every dimension on both sides, transposed on one: read from this very process."""
     dtype = torch.float64 if wide else torch.int16
     dims = [d for d in order if d < len(sides)]
-    source = torch.arange(prod(n * a for n, a, _ in sides)).to(dtype).view([n * a for n, a, _ in sides])[tuple(slice(None, None, a) for _, a, _ in sides)].permute(dims)
+    source = torch.arange(prod(n * a for n, a, _ in sides)).to(dtype).view([n * a for n, a, _ in sides])
+    source = source[tuple(slice(None, None, a) for _, a, _ in sides)].permute(dims)
     target = torch.zeros([sides[d][0] * sides[d][2] for d in dims], dtype=dtype)
     part = target[tuple(slice(None, None, sides[d][2]) for d in dims)]
     local, remote = (Part(t.data_ptr(), tuple(s * t.element_size() for s in t.stride())) for t in (part, source))
