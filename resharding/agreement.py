@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import UserError
-from resharding.errors import SyncError, WeightsError
+from resharding.errors import CoverageError, SyncError, WeightsError
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Step:
 def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[Step]:
     """A step that all ranks of `group` do: where any of them raises inside, every rank raises at its end.
 
-    The error is UserError or WeightsError where all failures are of that kind, else SyncError; its message begins with
+    The error is UserError, WeightsError or CoverageError where all failures are of that kind, else SyncError; its message begins with
     `what` and carries rank and text of each failure. The body must keep collective order also where it fails.
     """
     step, error = Step(), None
@@ -38,7 +38,7 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[Step
 
 
 def _gather(what: str, error: Exception | None, payload: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    kind = next((k for k in (UserError, WeightsError) if isinstance(error, k)), SyncError)
+    kind = next((k for k in (UserError, WeightsError, CoverageError) if isinstance(error, k)), SyncError)
     text = str(error) if kind is not SyncError else f"{type(error).__name__}: {error}"
     mine = (dist.get_rank() if dist.is_initialized() else 0, None if error is None else (kind, text), payload)
     everyone: list[Any] = [mine]

@@ -79,6 +79,9 @@ class WeightSync:
         started = time.perf_counter()
         what = f"weights version {version} is not committed"
         with together(what, self.group):
+            if engine is not None:
+                engine.begin_update()  # before anything that may fail: what is resident is not what the caller wants any more
+        with together(what, self.group):
             weights, source_tensors = self._prepare(source_tensors, engine)
         checksums, checksum_seconds = self._move(what, source_tensors, weights)
         try:
@@ -103,7 +106,6 @@ class WeightSync:
         weights: Mapping[str, torch.Tensor] = {}
         source_tensors = self.transform.prepare(source_tensors)
         if engine is not None:
-            engine.begin_update()
             weights = engine.weights()
         if self._destination is not None:
             check_tensors(self._destination, weights)

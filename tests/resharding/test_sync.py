@@ -12,9 +12,9 @@ import torch.distributed as dist
 from parallel.config import ParallelConfig
 from parallel.model_config import ModelConfig
 from resharding.checksum import piece_checksums, verify
-from resharding.errors import SyncError, WeightsError
+from resharding.errors import CoverageError, SyncError, WeightsError
 from resharding.fp8 import quantise
-from resharding.layout import canonical_blocks, canonical_shapes, empty_tensors
+from resharding.layout import Layout, canonical_blocks, canonical_shapes, empty_tensors
 from resharding.layouts import mcore_layout, mcore_party, trtllm_layout, trtllm_party
 from resharding.layouts.fp8 import fp8_blocks, fp8_party, fp8_weights, scaled_party
 from resharding.plan import make_plan
@@ -217,3 +217,41 @@ def test_an_fp8_engine_is_synced_to_the_quantised_weights_and_checked() -> None:
             codes, scales = quantise(whole[name], (4, 4))
             assert torch.equal(tensors[name].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(tensors[name + "_scale_inv"], scales)
         assert torch.equal(tensors["model.embed_tokens.weight"], whole["model.embed_tokens.weight"]), "what is not quantised arrives as it is"
+
+
+def sync_of_infinite_weights() -> tuple[str, int | None]:
+    """The second version holds an infinity, which has no scale; found by all ranks at once, before anything moves."""
+    rank, model = dist.get_rank(), tiny("qwen3", hidden_size=16, intermediate_size=32, head_dim=8)
+    blocks, weights, parallel = canonical_blocks(model), fp8_weights(model), ParallelConfig()
+    trainer = scaled_party(mcore_party(model, parallel, 2, torch.bfloat16), weights, len(blocks), (8, 8))
+    engines = fp8_party(trtllm_party(model, ((0,), (1,)), torch.bfloat16), weights, len(blocks), (8, 8))
+    engine = RecordingEngine(empty_tensors(engines.layout(rank)))
+    sync = WeightSync(trainer, engines, fp8_blocks(blocks, weights, (8, 8)), rank, transform=Fp8Source(trainer, rank))
+    held = mcore_shard(canonical_tensors(model, torch.bfloat16), model, parallel, rank, 2)
+    sync.run(held, engine, 1)
+    held["decoder.layers.0.mlp.linear_fc2.weight"][0, 0] = float("inf")
+    try:
+        sync.run(held, engine, 2)
+    except WeightsError as error:
+        return str(error), engine.version
+    return "", engine.version
+
+
+def test_an_engine_does_not_go_on_with_the_old_version_where_the_new_one_cannot_be_made() -> None:
+    for message, version in run_ranks(2, sync_of_infinite_weights):
+        assert "model.layers.0.mlp.down_proj.weight" in message and version is None
+
+
+def sync_that_does_not_cover() -> str:
+    model, rank = tiny(num_layers=2), dist.get_rank()
+    short = [Layout("mcore", r, mcore_layout(model, ParallelConfig(), r, 2, torch.float32).tensors[:-1]) for r in (0, 1)]
+    try:
+        WeightSync(short, [trtllm_layout(model, 1, 0, r, torch.float32) for r in (0, 1)], canonical_shapes(model), rank)
+    except CoverageError as error:
+        return str(error)
+    return ""
+
+
+def test_layouts_that_do_not_cover_the_model_are_refused_by_name_on_every_rank() -> None:
+    for message in run_ranks(2, sync_that_does_not_cover):
+        assert "lm_head.weight" in message
