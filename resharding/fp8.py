@@ -12,8 +12,7 @@ Functions on a *region* take part of a canonical tensor, wherever it is cut, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,22 +25,6 @@ BLOCK = (128, 128)
 SUFFIX = "_scale_inv"
 
 Block = tuple[int, int]
-
-
-def block_size(quantization: Mapping[str, Any]) -> Block:
-    """The block of a config.json's `quantization_config`: its `weight_block_size`, or 128 x 128 where it has none.
-
-    It is never guessed from the shapes of scales: a partial last block would misplace all of them. Raises UserError for a
-    quantisation that is not FP8 e4m3 with blocks.
-    """
-    method, fmt = quantization.get("quant_method"), quantization.get("fmt", "e4m3")
-    if method != "fp8" or fmt not in ("e4m3", "float8_e4m3fn"):
-        raise UserError(f"quantization_config: quant_method {method!r} with fmt {fmt!r} is not supported; supported: 'fp8' with 'e4m3' "
-                        "codes and block scales. Use a bf16 directory of the model")
-    size = quantization.get("weight_block_size", BLOCK)
-    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        raise UserError(f"quantization_config: weight_block_size is {size!r}; it must be two positive integers, [rows, columns], like [128, 128]")
-    return int(size[0]), int(size[1])
 
 
 def grid_shape(shape: Sequence[int], block: Block = BLOCK) -> tuple[int, ...]:

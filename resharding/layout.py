@@ -135,14 +135,28 @@ class Party(Protocol):
         ...
 
 
-def shards_by_rank(party: Party, blocks: int) -> dict[int, list[Shard]]:
-    """The shards of every rank, block by block."""
-    out: dict[int, list[Shard]] = {rank: [] for rank in party.ranks}
-    for block in range(blocks):
-        for shard in party.shards(block):
-            for rank in shard.ranks:
-                out[rank].append(shard)
-    return out
+class Blockwise:
+    """A party whose shards are made block by block, when a block is first asked for."""
+
+    def __init__(self, kind: str, ranks: tuple[int, ...], blocks: int, make: Callable[[int], Iterable[Shard]]) -> None:
+        self.kind, self.ranks, self.blocks = kind, ranks, blocks
+        self._shards = lru_cache(maxsize=None)(lambda block: tuple(make(block)))
+
+    def shards(self, block: int) -> Sequence[Shard]:
+        return self._shards(block)
+
+    def layout(self, rank: int) -> Layout:
+        return Layout(self.kind, rank, tuple(shard.tensor for shard in self._by_rank[rank]))
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Shard]]:
+        """The shards of every rank, block by block."""
+        out: dict[int, list[Shard]] = {rank: [] for rank in self.ranks}
+        for block in range(self.blocks):
+            for shard in self.shards(block):
+                for rank in shard.ranks:
+                    out[rank].append(shard)
+        return out
 
 
 class Listed:

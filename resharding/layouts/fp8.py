@@ -7,9 +7,9 @@ primary weights); `scaled_party` is for a trainer in bf16 or fp32 whose weights 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 import torch
 
@@ -17,7 +17,7 @@ from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.boxes import Box, first_overlap, shape_of, whole
 from resharding.fp8 import BLOCK, E4M3, SUFFIX, Block, grid_shape, touched
-from resharding.layout import Layout, LocalTensor, Party, Piece, Shard, block_parameters, blocks_of, shards_by_rank
+from resharding.layout import Blockwise, Layout, LocalTensor, Party, Piece, Shard, block_parameters, blocks_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 _MATRICES = ("column", "row", "qkv", "gate_up")
@@ -47,36 +47,18 @@ def fp8_blocks(blocks: Sequence[Shapes], weights: Shapes, block: Block = BLOCK) 
     return out
 
 
-class DerivedParty:
-    """A party that is made from another's shards, block by block."""
-
-    def __init__(self, inner: Party, blocks: int, derive: Callable[[Sequence[Shard]], Iterable[Shard]]) -> None:
-        self.inner, self.kind, self.ranks, self.blocks = inner, inner.kind, inner.ranks, blocks
-        self._shards = lru_cache(maxsize=None)(lambda block: tuple(derive(inner.shards(block))))
-
-    def shards(self, block: int) -> Sequence[Shard]:
-        return self._shards(block)
-
-    def layout(self, rank: int) -> Layout:
-        return Layout(self.kind, rank, tuple(shard.tensor for shard in self._by_rank[rank]))
-
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Shard]]:
-        return shards_by_rank(self, self.blocks)
-
-
-def fp8_party(party: Party, weights: Shapes, blocks: int, block: Block = BLOCK) -> DerivedParty:
+def fp8_party(party: Party, weights: Shapes, blocks: int, block: Block = BLOCK) -> Blockwise:
     """What `party` holds where its tensors of `weights` are FP8: codes under their names, scales under `<name>_scale_inv`.
 
     `blocks` is the number of canonical blocks. Raises UserError, when the party is asked, where a shard or a fused piece does not
     begin and end on the blocks of scales of its canonical tensor, and where a fused tensor is chosen in part.
     """
-    def derive(shards: Sequence[Shard]) -> Iterable[Shard]:
-        for shard in shards:
+    def derive(number: int) -> Iterable[Shard]:
+        for shard in party.shards(number):
             for tensor in _stored(shard.tensor, weights, block, party.kind):
                 yield Shard(shard.ranks, partial(_same, tensor))
 
-    return DerivedParty(party, blocks, derive)
+    return Blockwise(party.kind, party.ranks, blocks, derive)
 
 
 def fp8_layout(layout: Layout, weights: Shapes, block: Block = BLOCK) -> Layout:
@@ -116,12 +98,12 @@ def _scales_of(piece: Piece, tensor: LocalTensor, shape: tuple[int, ...], block:
     return Piece(f"{piece.canonical}{SUFFIX}", region, tuple(o // size for o, size in zip(piece.offset, block)), piece.view)
 
 
-class ScaledParty(DerivedParty):
+class ScaledParty(Blockwise):
     """See `scaled_party`."""
 
     def __init__(self, inner: Party, weights: Shapes, blocks: int, block: Block) -> None:
-        super().__init__(inner, blocks, self._derive)
-        self.weights, self.block = weights, block
+        super().__init__(inner.kind, inner.ranks, blocks, self._derive)
+        self._inner, self.weights, self.block = inner, weights, block
         self._made: dict[str, bool] = {}
 
     @cached_property
@@ -136,7 +118,8 @@ class ScaledParty(DerivedParty):
         """Grid shapes of the scales of which no rank need know all maxima by itself."""
         return {name: grid_shape(self.weights[name.removesuffix(SUFFIX)], self.block) for name, cut in self.made.items() if cut}
 
-    def _derive(self, shards: Sequence[Shard]) -> Iterable[Shard]:
+    def _derive(self, number: int) -> Iterable[Shard]:
+        shards = self._inner.shards(number)
         held: dict[str, dict[Box, list[int]]] = {}
         for shard in shards:
             for piece in shard.tensor.pieces if shard.tensor.dtype != E4M3 else ():

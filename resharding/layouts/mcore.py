@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -13,20 +12,19 @@ from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.families.base import Parameter
 from parallel.model_config import ModelConfig
-from resharding.layout import Layout, LocalTensor, Shard, block_parameters, blocks_of, shards_by_rank, stored_dtype
+from resharding.layout import Blockwise, Layout, LocalTensor, Shard, block_parameters, blocks_of, stored_dtype
 from resharding.layouts.cut import Ingredients, cut, ingredients_of, query_groups, share, stacked, vocabulary, window
 
 Names = Literal["local", "te"]
 
 
-class McoreParty:
+class McoreParty(Blockwise):
     """All ranks of one role. See `mcore_party`."""
 
-    kind = "mcore"
-
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, ranks: tuple[int, ...], dtype: torch.dtype, names: Names, head: bool) -> None:
-        self.model, self.parallel, self.ranks, self.dtype, self.names, self.head = model, parallel, ranks, dtype, names, head
-        self._blocks = blocks_of(model)
+        self._stages = blocks_of(model)
+        super().__init__("mcore", ranks, len(self._stages), self._make)
+        self.model, self.parallel, self.dtype, self.names, self.head = model, parallel, dtype, names, head
         world = len(ranks)
         self._dense: dict[tuple[int, int], list[int]] = defaultdict(list)  # (pp, tp) -> ranks
         self._expert: dict[tuple[int, int, int], list[int]] = defaultdict(list)  # (pp, ep, etp) -> ranks
@@ -36,20 +34,9 @@ class McoreParty:
             self._expert[expert.pp, expert.ep, expert.etp].append(rank)
         self._owner = {layer: (pp, chunk, local) for pp in range(parallel.pp) for chunk in range(parallel.chunks)
                        for local, layer in enumerate(parallel.layers(model, pp, chunk))}
-        self._shards = lru_cache(maxsize=None)(self._make)
-
-    def shards(self, block: int) -> Sequence[Shard]:
-        return self._shards(block)
-
-    def layout(self, rank: int) -> Layout:
-        return Layout("mcore", rank, tuple(shard.tensor for shard in self._by_rank[rank]))
-
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Shard]]:
-        return shards_by_rank(self, len(self._blocks))
 
     def _make(self, block: int) -> tuple[Shard, ...]:
-        stage, layer = self._blocks[block]
+        stage, layer = self._stages[block]
         first, last = (0, 0), (self.parallel.pp - 1, self.parallel.chunks - 1)
         pp, chunk, local = self._owner[layer] if stage == "layer" else (*(first if stage == "embedding" else last), 0)
         out: list[Shard] = []

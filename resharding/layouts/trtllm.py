@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
 import torch
 
 from parallel.errors import UserError
 from parallel.families.base import Parameter
 from parallel.model_config import ModelConfig
-from resharding.layout import Layout, LocalTensor, Piece, Shard, View, block_parameters, blocks_of, shards_by_rank, stored_dtype
+from resharding.layout import Blockwise, Layout, LocalTensor, Piece, Shard, View, block_parameters, blocks_of, stored_dtype
 from resharding.layouts.cut import Ingredients, Run, cut, ingredients_of, share, stacked, vocabulary
 
 
-class TrtllmParty:
+class TrtllmParty(Blockwise):
     """All ranks of all replicas of an engine. See `trtllm_party`."""
-
-    kind = "trtllm"
 
     def __init__(self, model: ModelConfig, replicas: tuple[tuple[int, ...], ...], dtype: torch.dtype, moe_ep: int, tied_head: bool) -> None:
         self.model, self.replicas, self.dtype, self.moe_ep, self.tied_head = model, replicas, dtype, moe_ep, tied_head
         self.tp = len(replicas[0])
-        self.ranks = tuple(rank for replica in replicas for rank in replica)
-        self._blocks = blocks_of(model)
-        self._shards = lru_cache(maxsize=None)(self._make)
-
-    def shards(self, block: int) -> Sequence[Shard]:
-        return self._shards(block)
-
-    def layout(self, rank: int) -> Layout:
-        return Layout("trtllm", rank, tuple(shard.tensor for shard in self._by_rank[rank]))
-
-    @cached_property
-    def _by_rank(self) -> dict[int, list[Shard]]:
-        return shards_by_rank(self, len(self._blocks))
+        self._stages = blocks_of(model)
+        super().__init__("trtllm", tuple(rank for replica in replicas for rank in replica), len(self._stages), self._make)
 
     def _make(self, block: int) -> tuple[Shard, ...]:
-        stage, layer = self._blocks[block]
+        stage, layer = self._stages[block]
         names: dict[str, list[Parameter]] = {}
         for p in block_parameters(self.model, stage, layer):
             names.setdefault(p.trtllm.format(layer=layer), []).append(p)

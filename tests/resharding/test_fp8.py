@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig, MoE
+from parallel.quantization import BlockFP8, read_quantization
 from resharding.boxes import shape_of, slices
 from resharding.checksum import piece_checksums, verify
 from resharding.errors import WeightsError
-from resharding.fp8 import block_size, decoded, dequantise, dequantise_region, quantise, quantise_region, region_amax, touched
+from resharding.fp8 import decoded, dequantise, dequantise_region, quantise, quantise_region, region_amax, touched
 from resharding.layout import Layout, Listed, canonical_blocks, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, mcore_party, trtllm_party
 from resharding.layouts.fp8 import fp8_blocks, fp8_layout, fp8_party, fp8_weights, scaled_party
@@ -118,7 +119,7 @@ A11 = {"weight": torch.ones(200, 130).to(E4M3), "scale": torch.tensor([[1.0, 2.0
 
 
 def test_a11_dequantises_by_blocks_also_where_the_last_one_is_partial() -> None:
-    back = dequantise(A11["weight"], A11["scale"], block_size({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}))
+    back = dequantise(A11["weight"], A11["scale"], block_of({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}))
     assert back.dtype == BF16
     assert [float(back[i, j]) for i, j in ((0, 0), (127, 127), (127, 128), (128, 127), (199, 129))] == [1.0, 1.0, 2.0, 4.0, 8.0]
     assert float(back.float().sum()) == 128 * 128 * 1 + 128 * 2 * 2 + 72 * 128 * 4 + 72 * 2 * 8 == 54912.0
@@ -135,15 +136,21 @@ def test_a11_a_missing_or_wrong_scale_is_refused_by_name() -> None:
         dequantise(torch.ones(3, 200, 130).to(E4M3), A11["scale"], name="experts")
 
 
+def block_of(quantization: dict[str, Any]) -> tuple[int, int]:
+    found = read_quantization({"model_type": "qwen3", "quantization_config": quantization})
+    assert isinstance(found, BlockFP8)
+    return found.block
+
+
 def test_a11_the_block_size_is_configured_and_never_guessed() -> None:
-    assert block_size({"quant_method": "fp8"}) == (128, 128)
-    assert block_size({"quant_method": "fp8", "weight_block_size": [64, 32]}) == (64, 32)
-    for bad in ({"quant_method": "gptq"}, {"quant_method": "fp8", "fmt": "e5m2"}, {}):
-        with pytest.raises(UserError, match="quant_method"):
-            block_size(bad)
+    assert block_of({"quant_method": "fp8"}) == (128, 128)
+    assert block_of({"quant_method": "fp8", "weight_block_size": [64, 32]}) == (64, 32)
+    for bad, word in (({"quant_method": "gptq"}, "gptq"), ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"), ({"fmt": "e4m3"}, "quant_method")):
+        with pytest.raises(UserError, match=word):
+            block_of(bad)
     for size in (128, [128], [128, 0], [128.0, 128], None):
         with pytest.raises(UserError, match="weight_block_size"):
-            block_size({"quant_method": "fp8", "weight_block_size": size})
+            block_of({"quant_method": "fp8", "weight_block_size": size})
 
 
 def test_the_written_case_is_the_one_tested_here() -> None:
