@@ -35,9 +35,10 @@ def _whole(name: str, value: Any, least: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. Raises UserError where a value cannot be used.
+    """How tokens are drawn, and what is reported of them. Raises UserError where a value cannot be used.
 
-    Order of the cuts (as in transformers and TensorRT-LLM): temperature, then top-k, then top-p over what top-k left.
+    Order (as in transformers, vLLM and TensorRT-LLM): penalties and `min_tokens` change the logits, then temperature, then top-k,
+    then top-p over what top-k left, then min-p over what top-p left.
     """
 
     temperature: float = field(default=1.0, metadata={"help": "softmax temperature; 0 takes the most likely token (greedy)"})
@@ -45,16 +46,37 @@ class SamplingParams:
     top_p: float = field(default=1.0, metadata={"help": "keep the smallest set of tokens whose probability reaches p; 1 keeps all"})
     max_tokens: int = field(default=16, metadata={"help": "most tokens generated for one sample"})
     stop_token_ids: tuple[int, ...] = field(default=(), metadata={"help": "ids that end a sample; the id stays in its tokens"})
+    min_p: float = field(default=0.0, metadata={"help": "drop tokens less likely than min_p times the most likely one; 0 keeps all"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "divides positive and multiplies negative logits of tokens seen in prompt "
+                                                                     "or answer (CTRL, Keskar et al. 2019); 1 changes nothing"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "subtracted from the logits of tokens seen in the answer; 0 changes nothing"})
+    min_tokens: int = field(default=0, metadata={"help": "no stop id or stop string ends a sample before it has so many tokens"})
+    stop: tuple[str, ...] = field(default=(), metadata={"help": "strings that end a sample as soon as its text holds one; the token that "
+                                                                "completes it stays (the engine needs a tokenizer)"})
+    top_log_probs: int = field(default=0, metadata={"help": "report so many most likely tokens at every position"})
+    prompt_log_probs: bool = field(default=False, metadata={"help": "report the log-probs of the prompt's own tokens"})
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number")
         if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1 keeps all tokens)")
+        if not isinstance(self.min_p, (int, float)) or not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p!r}; it must be between 0 (keeps all tokens) and 1")
+        if not isinstance(self.repetition_penalty, (int, float)) or not 0 < self.repetition_penalty < math.inf:
+            raise UserError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a positive number (1 changes nothing)")
+        if not isinstance(self.presence_penalty, (int, float)) or not math.isfinite(self.presence_penalty):
+            raise UserError(f"presence_penalty is {self.presence_penalty!r}; it must be a finite number (0 changes nothing)")
         _whole("top_k", self.top_k, 0, " (0 keeps all tokens)")
         _whole("max_tokens", self.max_tokens, 1, "")
+        _whole("min_tokens", self.min_tokens, 0, "")
+        _whole("top_log_probs", self.top_log_probs, 0, "")
+        if self.min_tokens > self.max_tokens:
+            raise UserError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
         for token in self.stop_token_ids:
             _whole("a stop token id", token, 0, "")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise UserError(f"stop is {self.stop!r}; it must be a list of strings that are not empty")
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,8 @@ class Request:
 
     `stream` names the source of randomness, by convention (seed, step, prompt); sample k draws from (*stream, k) and from
     nothing else, so it comes out the same in any batch, in any order, on any number of ranks and after a restart.
+    `priority`: smaller ones are served first, and preempted last; equal ones in order of arrival. `every_token`: `step` reports
+    the tokens of its samples as they are made.
     """
 
     request_id: int
@@ -70,6 +94,8 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     samples: int = 1
     stream: tuple[int, ...] = (0,)
+    priority: int = 0
+    every_token: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -80,12 +106,28 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Of one sample, in seconds: waiting for its first computation, until its first token, until its end, all since `submit`;
+    `preemptions`: how often it was put back and computed again."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
 class Completion:
     """One finished sample of a request.
 
     `token_ids` [tokens] keeps the stop token. `log_probs` [tokens] are natural logarithms of the sampled tokens' probability
-    under the full softmax of logits / temperature, *before* the top-k and top-p cuts; greedy samples report temperature 1.
-    `versions` [tokens] names the weights that made each token. `finish_reason` is "stop", "length" or "abort".
+    under the full softmax of logits / temperature, *before* penalties and the top-k, top-p and min-p cuts; greedy samples report
+    temperature 1. `raw_log_probs` [tokens]: the same at temperature 1. `sampled_log_probs` [tokens]: those of the distribution
+    that was drawn from, after penalties, temperature and cuts (0 where greedy). `versions` [tokens] names the weights that made
+    each token. `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop id or string that was met.
+
+    On request: `top_log_probs` [tokens], at each position the (id, raw log-prob) of the most likely tokens, best first; and
+    `prompt_log_probs` [prompt tokens - 1], raw, from the second token on.
     """
 
     request_id: int
@@ -94,6 +136,22 @@ class Completion:
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: str
+    stop_reason: int | str | None = None
+    raw_log_probs: tuple[float, ...] = ()
+    sampled_log_probs: tuple[float, ...] = ()
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_log_probs: tuple[float, ...] = ()
+    timing: Timing = field(default=Timing(), compare=False)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens that an unfinished sample of an `every_token` request has made since the last report; `token_ids` and `log_probs` [new]."""
+
+    request_id: int
+    sample: int
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
 
 
 class Engine(Protocol):
@@ -122,6 +180,10 @@ class Engine(Protocol):
     def stream(self) -> Iterator[Completion]:
         """Completions as they finish, until all submitted work is done. Raises EngineRefuses, and drops the work, where the
         engine may not generate: on every rank, also where only one has the reason."""
+
+    def step(self) -> list[Completion | Progress]:
+        """One iteration of the submitted work, for callers that add requests in between (a server); [] where there is none.
+        Every token of an `every_token` request comes in one Progress, the last of them before its Completion."""
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these requests now; what they have so far is streamed with finish reason "abort"."""
