@@ -14,7 +14,7 @@ from checkpoint.hf_writer import HFWriter, check_writable
 from parallel.model_config import ModelConfig
 from resharding.agreement import together
 from resharding.boxes import intersect, volume
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import WeightsError
 from resharding.layout import (
     Layout,
@@ -29,6 +29,7 @@ from resharding.layout import (
     empty_tensors,
 )
 from resharding.layouts import hf_layout
+from resharding.piece_sums import piece_checksums
 from resharding.plan import make_plan
 from resharding.transport import execute
 

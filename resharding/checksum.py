@@ -26,16 +26,14 @@ The reason for weighing single words in one row of 64 only: a plain sum of 64 wo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
 
-from resharding.boxes import Box, first_overlap, outermost, volume
+from resharding.boxes import Box, first_overlap, outermost
 from resharding.errors import WeightsError
-from resharding.layout import Layout, LocalTensor, Piece
-from resharding.plan import Copy
-from resharding.transform import CAST, Transform
+from resharding.layout import Layout
 
 MASK = (1 << 64) - 1
 BLOCK = 64  # words
@@ -44,58 +42,12 @@ CHUNK = 1 << 19  # elements that are cast or copied at a time: they stay in cach
 PLACES, BLOCKS, ROWS = 0, 1, 2  # streams of weights; a leading dimension d in front of the rows has ROWS + 1, ...
 
 
-def piece_checksums(layout: Layout, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
-                    transform: Transform = CAST) -> list[int]:
-    """The checksum of every piece, in the order of `layout.tensors` and their pieces (0 for padding).
-
-    `dtype`, one for all or by canonical name: values are cast to it first, as a move to that destination does. `transform`: they
-    are read through it first, as that move reads them.
-    """
-    sums: list[torch.Tensor | None] = []
-    for local in layout.tensors:
-        for piece in local.pieces:
-            if piece.canonical is None:
-                sums.append(None)
-                continue
-            target = dtype.get(piece.canonical, local.dtype) if isinstance(dtype, Mapping) else dtype or local.dtype
-            if transform is CAST:
-                sums.append(region_checksum(piece.of(tensors[local.name].detach()), piece.region, target))
-            else:
-                parts = [region_checksum(transform.read(copy, tensors), copy.region, target) for copy in _slabs(local, piece, target)]
-                sums.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum())
-    return _integers(sums)
-
-
-def _integers(sums: Sequence[torch.Tensor | None]) -> list[int]:
-    """One transfer from every device, not one for every sum."""
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for i, value in enumerate(sums):
-        if value is not None:
-            by_device[value.device].append(i)
-    out = [0] * len(sums)
-    for places in by_device.values():
-        for i, value in zip(places, torch.stack([sums[i] for i in places]).tolist()):  # type: ignore[arg-type]
-            out[i] = value & MASK
-    return out
-
-
-def _slabs(local: LocalTensor, piece: Piece, dtype: torch.dtype) -> Iterator[Copy]:
-    """The piece in slabs of rows, as copies that a transform can read: what it makes of one of them stays small."""
-    rows = max(1, 8 * CHUNK // max(1, volume(piece.region[1:]))) if piece.region else 1
-    start, stop = piece.region[0] if piece.region else (0, 1)
-    for low in range(start, stop, rows):
-        high = min(low + rows, stop)
-        region = ((low, high), *piece.region[1:]) if piece.region else ()
-        place = ((piece.offset[0] + low - start, piece.offset[0] + high - start), *piece.place[1:]) if piece.region else ()
-        yield Copy(0, local.name, place, 0, "", place, piece.canonical or "", dtype, region, 0, piece.view, piece.view)
-
-
 def region_checksum(values: torch.Tensor, region: Box, dtype: torch.dtype) -> torch.Tensor:
     """Checksum (int64 scalar, mod 2^64) of `values` [shape of region], which sit at `region` of their canonical tensor."""
     if len(region) > 2:
         (start, stop), rest = region[0], region[1:]
         each = [region_checksum(part, rest, dtype) for part in values]
-        return _times(torch.stack(each)[None], _weights(ROWS + len(rest) - 1, start, stop, values.device))[0]
+        return times(torch.stack(each)[None], weights(ROWS + len(rest) - 1, start, stop, values.device))[0]
     if len(region) < 2:
         values, region = values.reshape(1, -1), ((0, 1), *(region or ((0, 1),)))
     (first, last), (left, right) = region
@@ -130,53 +82,53 @@ def _rows_checksum(words: torch.Tensor, first: int, left: int) -> torch.Tensor:
     rows, count = words.shape
     start = -first % SAMPLED
     if rows == 1:
-        by_row = _times(words, _single(start == 0, left, left + count, words.device))
+        by_row = times(words, _single(start == 0, left, left + count, words.device))
     else:
-        by_row = _block_sums(words, left)
+        by_row = block_sums(words, left)
         if start < rows:
-            by_row[start::SAMPLED] += _times(words[start::SAMPLED], _places(left, left + count, words.device))
-    weights = _weights(ROWS, first, first + rows, words.device)
-    return torch.dot(by_row, weights) if by_row.device.type == "cpu" else (by_row * weights).sum()
+            by_row[start::SAMPLED] += times(words[start::SAMPLED], places(left, left + count, words.device))
+    by_rows = weights(ROWS, first, first + rows, words.device)
+    return torch.dot(by_row, by_rows) if by_row.device.type == "cpu" else (by_row * by_rows).sum()
 
 
-def _block_sums(words: torch.Tensor, left: int) -> torch.Tensor:
+def block_sums(words: torch.Tensor, left: int) -> torch.Tensor:
     """[rows]: the words of every row, weighted by their blocks."""
     (rows, count), right, device = words.shape, left + words.shape[1], words.device
     for size in (BLOCK, BLOCK // 2, BLOCK // 4):  # sums of whole blocks or, where none is cut elsewhere, of parts of them
         if not left % size and not count % size:
-            return _times(words.view(rows, -1, size).sum(-1), _weights(BLOCKS, left // size, right // size, device, BLOCK // size))
+            return times(words.view(rows, -1, size).sum(-1), weights(BLOCKS, left // size, right // size, device, BLOCK // size))
     if count < 2 * BLOCK:  # cheaper than short sums
-        return _times(words, _weights(BLOCKS, left, right, device, BLOCK))
+        return times(words, weights(BLOCKS, left, right, device, BLOCK))
     head, tail = -left % BLOCK, count - right % BLOCK
     sums = [words[:, head:tail].view(rows, -1, BLOCK).sum(-1)]
     sums = [words[:, :head].sum(-1, keepdim=True), *sums] if head else sums
     sums = [*sums, words[:, tail:].sum(-1, keepdim=True)] if tail < count else sums
-    return _times(torch.cat(sums, 1), _weights(BLOCKS, left // BLOCK, -(-right // BLOCK), device))
+    return times(torch.cat(sums, 1), weights(BLOCKS, left // BLOCK, -(-right // BLOCK), device))
 
 
-def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+def times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     """Matrix [rows, n] times vector [n] modulo 2^64; CUDA has no integer product of matrices."""
     return torch.mv(matrix, vector) if matrix.device.type == "cpu" else (matrix * vector).sum(-1)
 
 
 @lru_cache(maxsize=1024)  # every layer asks for the same few
-def _weights(stream: int, start: int, stop: int, device: torch.device, repeat: int = 1) -> torch.Tensor:
+def weights(stream: int, start: int, stop: int, device: torch.device, repeat: int = 1) -> torch.Tensor:
     """Odd weights of positions [start, stop), of which `repeat` in turn have the same one."""
     table = _stream(stream, 1 << max(10, (-(-stop // repeat) - 1).bit_length()), device)
     return table[start:stop] if repeat == 1 else table[torch.arange(start, stop, device=device) // repeat]
 
 
 @lru_cache(maxsize=1024)
-def _places(start: int, stop: int, device: torch.device) -> torch.Tensor:
+def places(start: int, stop: int, device: torch.device) -> torch.Tensor:
     """The even part of the weights of words [start, stop) of a row in which single words count."""
-    return 2 * _weights(PLACES, start, stop, device)
+    return 2 * weights(PLACES, start, stop, device)
 
 
 @lru_cache(maxsize=1024)
 def _single(sampled: bool, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """All that words [start, stop) of one row are multiplied by, but for the row's weight."""
-    blocks = _weights(BLOCKS, start, stop, device, BLOCK)
-    return blocks + _places(start, stop, device) if sampled else blocks
+    blocks = weights(BLOCKS, start, stop, device, BLOCK)
+    return blocks + places(start, stop, device) if sampled else blocks
 
 
 @lru_cache(maxsize=64)

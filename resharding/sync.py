@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from resharding.agreement import together
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import CoverageError
 from resharding.hosts import hosts
 from resharding.layout import Layout, Listed, Party, check_tensors
+from resharding.piece_sums import PieceSums
 from resharding.plan import Blocks, Plan, make_plan
 from resharding.transform import CAST, Transform
 from resharding.transport import execute
@@ -67,7 +68,8 @@ class WeightSync:
         self._sources = tuple(source.layout(r) for r in source.ranks)
         self._source = source.layout(rank) if rank in source.ranks else None
         self._destination = destination.layout(rank) if rank in destination.ranks else None
-        self._dtypes = _destination_dtypes(destination, len(names))
+        dtypes = _destination_dtypes(destination, len(names))
+        self._sums = PieceSums(self._source, dtypes, transform) if self._source is not None else None
 
     def run(self, source_tensors: Mapping[str, torch.Tensor], engine: WeightsReceiver | None, version: int) -> SyncReport:
         """Collective over all ranks of both parties: bring the engine to `version` of the source weights.
@@ -119,7 +121,7 @@ class WeightSync:
         with together(what, self.group) as step:
             execute(self.plan, source_tensors, weights, self.rank, self.group, self.bucket_bytes, self.transform, self.transport)
             begun = time.perf_counter()
-            values = piece_checksums(self._source, source_tensors, self._dtypes, self.transform) if self._source is not None and self.checksums else []
+            values = self._sums(source_tensors) if self._sums is not None and self.checksums else []
             seconds = time.perf_counter() - begun
             step.payload = (self.rank, values) if self.checksums else None
         begun = time.perf_counter()

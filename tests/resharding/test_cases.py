@@ -17,10 +17,11 @@ from mcore_rl.gates import OffPolicy, check_on_policy
 from mcore_rl.sample import Batch
 from parallel.config import ParallelConfig
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import CoverageError, SyncError, WeightsError
 from resharding.layout import Layout, canonical_shapes, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, trtllm_layout
+from resharding.piece_sums import piece_checksums
 from resharding.plan import make_plan
 from resharding.sync import WeightSync
 from tests.resharding.direct import Tensors, assert_same, canonical_tensors, mcore_shard, simulate, tiny, trtllm_shard

@@ -10,17 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parallel.config import ParallelConfig
 from parallel.families import FAMILIES
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
+from resharding import piece_sums
+from resharding.boxes import volume
+from resharding.checksum import region_checksum, verify
 from resharding.errors import CoverageError
 from resharding.layout import Layout, Party, canonical_blocks, canonical_shapes, empty_tensors
 from resharding.layouts import hf_layout, mcore_party, trtllm_party
 from resharding.layouts.trtllm_engine import trtllm_engine_layout
+from resharding.piece_sums import PieceSums, piece_checksums
 from resharding.plan import Plan, make_plan
 from tests.resharding.direct import (
     ENGINE_FAMILIES,
@@ -187,6 +190,25 @@ def test_any_layout_to_any_other_equals_direct_construction(data: st.DataObject)
         if destination is not chain[-1]:
             verify(destination.layouts, [piece_checksums(x, arrived[x.rank]) for x in destination.layouts], checksum)
         held = arrived
+
+
+@pytest.mark.parametrize("small", [0, 16, 1 << 13])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pieces_added_up_together_are_the_sums_of_single_pieces(small: int, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """By whole rows, element by element, or each by itself: `small` decides which pieces take which way."""
+    monkeypatch.setattr(piece_sums, "SMALL", small)
+    dtype = data.draw(st.sampled_from([F32, torch.bfloat16, torch.float8_e4m3fn]))
+    side = data.draw(sides(data.draw(models())))
+    for layout in side.layouts[:3]:
+        held = cast({name: torch.randn(t.shape) for name, t in empty_tensors(layout).items()}, dtype)
+        single = [region_checksum(piece.of(held[local.name]), piece.region, dtype) if piece.canonical else torch.tensor(0)
+                  for local in layout.tensors for piece in local.pieces]
+        sums = PieceSums(layout, dtype)
+        assert sums(held) == [int(value) % 2 ** 64 for value in single]
+        for local, piece in [(local, piece) for local in layout.tensors for piece in local.pieces if piece.canonical and volume(piece.region)][:1]:
+            piece.of(held[local.name]).fill_(3.25)
+            assert sums(held) == piece_checksums(layout, held, dtype) != [int(value) % 2 ** 64 for value in single], "nothing of the values is kept"
 
 
 def seen_by(plan: Plan, rank: int) -> tuple[Counter, Counter]:

@@ -16,12 +16,13 @@ from parallel.errors import UserError
 from parallel.model_config import ModelConfig, MoE
 from parallel.quantization import BlockFP8, read_quantization
 from resharding.boxes import shape_of, slices
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import WeightsError
 from resharding.fp8 import decoded, dequantise, dequantise_region, quantise, quantise_region, region_amax, touched
 from resharding.layout import Layout, Listed, canonical_blocks, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, mcore_party, trtllm_party
 from resharding.layouts.fp8 import fp8_blocks, fp8_layout, fp8_party, fp8_weights, scaled_party
+from resharding.piece_sums import piece_checksums
 from resharding.plan import Plan, make_plan
 from resharding.transform import CAST, Fp8Source
 from resharding.transport import in_place

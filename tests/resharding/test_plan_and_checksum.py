@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from parallel.config import ParallelConfig
 from resharding.boxes import Box, first_overlap, intersect, subtract, volume
-from resharding.checksum import piece_checksums, region_checksum, verify
+from resharding.checksum import region_checksum, verify
 from resharding.errors import CoverageError, WeightsError
 from resharding.layout import Layout, canonical_shapes, empty_tensors
 from resharding.layouts import hf_layout, mcore_layout, trtllm_layout
+from resharding.piece_sums import piece_checksums
 from resharding.plan import make_plan
 from resharding.transport import in_place
 from tests.resharding.direct import canonical_tensors, mcore_shard, tiny, trtllm_shard

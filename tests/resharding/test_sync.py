@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from parallel.config import ParallelConfig
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import CoverageError, SyncError, WeightsError
 from resharding.fp8 import quantise
 from resharding.layout import Layout, canonical_blocks, canonical_shapes, empty_tensors
 from resharding.layouts import mcore_layout, mcore_party, trtllm_layout, trtllm_party
 from resharding.layouts.fp8 import fp8_blocks, fp8_party, fp8_weights, scaled_party
+from resharding.piece_sums import piece_checksums
 from resharding.plan import make_plan
 from resharding.sync import WeightSync
 from resharding.transform import Fp8Source

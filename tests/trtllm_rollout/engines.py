@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from checkpoint.hf import read_hf
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.layouts import hf_layout
+from resharding.piece_sums import piece_checksums
 from tests.models import reference_logits
 from trtllm_rollout.embedded.engine import EmbeddedEngine
 from trtllm_rollout.protocol import Completion, Request, SamplingParams
