@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from parallel.errors import UserError, nearest
 from parallel.model_config import ModelConfig
-from resharding.checksum import piece_checksums, verify
+from resharding.checksum import verify
 from resharding.errors import WeightsError
 from resharding.layout import Layout
 from resharding.layouts import trtllm_layout
+from resharding.piece_sums import PieceSums
 from trtllm_rollout.embedded.decoder import Decoder, TensorParallel, check_decodable
 from trtllm_rollout.embedded.generation import Generation
 from trtllm_rollout.embedded.kv_cache import KVCache
@@ -49,6 +50,7 @@ class EmbeddedEngine:
         self._model, self._max_seq_len = model, max_seq_len or limit
         self._parallel = TensorParallel(tp_group, tp, tp_rank)
         self._layouts = [trtllm_layout(model, tp, i, r, dtype) for i, r in enumerate(ranks)]
+        self._sums = PieceSums(self._layouts[tp_rank])
         device = torch.device(device)
         self._weights = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in self._layouts[tp_rank].tensors}
         decoder = Decoder(model, self._weights, self._parallel, self._max_seq_len)
@@ -208,7 +210,7 @@ class EmbeddedEngine:
     def _verify(self) -> None:
         """Compare the checksums of what is resident with what was committed, on all ranks; all ranks reach the same verdict."""
         start = time.perf_counter()
-        values = self._gather(piece_checksums(self._layouts[self._parallel.rank], self._weights))
+        values = self._gather(self._sums(self._weights))
         try:
             verify(self._layouts, values, self._checksums)
         except WeightsError as error:
