@@ -17,25 +17,32 @@ from rich.table import Table
 COPIED = 1 << 30  # bytes
 RESHARD = ("seconds_without_checksums", "gb_per_s_without_checksums", "gb_per_s", "transport", "transport_gb_per_s", "of_transport_without_checksums",
            "copy_gb_per_s", "of_copy_without_checksums", "peak_extra_bytes", "times_faster_than_gather_without_checksums")
+ROLLOUT = ("decode_tokens_per_s", "decode_step_seconds", "bandwidth_gb_per_s", "decode_of_bandwidth", "prefill_tokens_per_s", "prefill_of_gemm")
+LARGE = 40e9  # bytes of GPU memory from which on the larger made-up model is generated with
 
 
 @dataclass(frozen=True)
 class Question:
-    """`options` of `bench reshard` (None: device copies, in this process). It needs `gpus`, and is given up after `limit` seconds."""
+    """`options` of `bench` (None: device copies, in this process) and the `figures` to show. It needs `gpus`, and is given up after
+    `limit` seconds."""
 
     text: str
     gpus: int
     limit: float
     options: str | None = None
+    figures: tuple[str, ...] = RESHARD
 
 
 QUESTIONS = (
     Question("device copy of 1 GiB", 1, 30),
-    Question("CUDA IPC, two processes on one GPU, TP2 to TP1", 1, 110, "--train tp2 --rollout tp1 --procs 2 --transport cuda_ipc"),
-    Question("sync in place on one GPU, TP2 to TP2", 1, 110, "--train tp2 --rollout tp2 --procs 2"),
-    Question("CUDA IPC and casts, float32 trainer, bfloat16 engine", 1, 80, "--train tp2 --rollout tp1 --procs 2 --train-dtype float32 --no-gather"),
-    Question("NCCL point to point between two GPUs, TP2 to TP1", 2, 80, "--train tp2 --rollout tp1 --procs 2 --transport point_to_point --no-gather"),
-    Question("CUDA IPC between two GPUs, TP2 to TP1", 2, 60, "--train tp2 --rollout tp1 --procs 2 --transport cuda_ipc --no-gather"),
+    Question("CUDA IPC, two processes on one GPU, TP2 to TP1", 1, 90, "reshard --train tp2 --rollout tp1 --procs 2 --transport cuda_ipc"),
+    Question("sync in place on one GPU, TP2 to TP2", 1, 90, "reshard --train tp2 --rollout tp2 --procs 2"),
+    Question("decoding of 32 samples beside the memory's bandwidth (goal: 0.6), prefill of 32 x 512 tokens beside the products", 1, 120,
+             "rollout --limits --model MODEL --batch 32 --prompt-tokens 512 --max-tokens 128 --repeat 2", ROLLOUT),
+    Question("decoding of 256 samples, the same", 1, 80, "rollout --limits --model MODEL --batch 256 --prompt-tokens 128 --max-tokens 64", ROLLOUT),
+    Question("CUDA IPC and casts, float32 trainer, bfloat16 engine", 1, 80, "reshard --train tp2 --rollout tp1 --procs 2 --train-dtype float32 --no-gather"),
+    Question("NCCL point to point between two GPUs, TP2 to TP1", 2, 80, "reshard --train tp2 --rollout tp1 --procs 2 --transport point_to_point --no-gather"),
+    Question("CUDA IPC between two GPUs, TP2 to TP1", 2, 60, "reshard --train tp2 --rollout tp1 --procs 2 --transport cuda_ipc --no-gather"),
 )
 
 
@@ -59,7 +66,7 @@ def _answer(question: Question, gpus: int, left: float) -> Iterator[tuple[str, s
     elif question.options is None:
         yield "gb_per_s (written)", f"{_device_copy():,.4g}"
     else:
-        yield from _reshard(question)
+        yield from _bench(question)
 
 
 def _device_copy() -> float:
@@ -74,8 +81,11 @@ def _device_copy() -> float:
     return COPIED / best / 1e9
 
 
-def _reshard(question: Question) -> Iterator[tuple[str, str]]:
-    command = [sys.executable, "-m", "mcore_rl", "bench", "reshard", "--json", "--device", "cuda", "--repeat", "5", *(question.options or "").split()]
+def _bench(question: Question) -> Iterator[tuple[str, str]]:
+    model = "made-up-8b" if torch.cuda.get_device_properties(0).total_memory >= LARGE else "made-up-05b"
+    name, *options = (question.options or "").replace("MODEL", model).split()
+    options += ["--repeat", "5"] if name == "reshard" else []
+    command = [sys.executable, "-m", "mcore_rl", "bench", name, "--json", "--device", "cuda", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=question.limit, env={**os.environ, "OMP_NUM_THREADS": "1"})
     except subprocess.TimeoutExpired:
@@ -85,7 +95,7 @@ def _reshard(question: Question) -> Iterator[tuple[str, str]]:
         yield "", "failed: " + (done.stderr.strip().splitlines() or ["no message"])[-1][:200]
         return
     figures = json.loads(done.stdout.strip().splitlines()[-1])
-    for name in RESHARD:
+    for name in question.figures:
         if name in figures:
             value = figures[name]
             yield name, f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)

@@ -1,113 +1,205 @@
-"""Rollout: tokens per second of the embedded engine, beside transformers' generate and beside the device's matrix products.
+"""Rollout: tokens per second of the embedded engine, beside transformers' generate, the device's matrix products and vLLM.
 
     mcore-rl bench rollout --json
-    mcore-rl bench rollout --model models/SmolLM2-135M-Instruct --prompts 4 --samples 8 --max-tokens 64 --threads 2
+    mcore-rl bench rollout --model models/SmolLM2-135M-Instruct --prompts gsm8k.jsonl --limit 16 --samples 8 --max-tokens 128
+    mcore-rl bench rollout ... --rival vllm --rival-python ~/vllm/bin/python
+    mcore-rl bench rollout --model made-up-8b --limits --device cuda
 
-One rank; random prompts of one length; no stop token, so both make the same number of tokens. The engine also returns
-log-probs, transformers is not asked for them. The ceiling is one pass of the weights per generated token, prompts not counted.
+One rank, temperature 1. Fixed lengths: no token ends a sample, every one is --max-tokens long. Ragged: the same samples, ended by stop ids
+which are chosen such that lengths have a mean of 40/128 of --max-tokens; transformers computes its whole batch to the longest, which is the
+fixed work again, so its ragged rate counts the useful tokens over that time. vLLM gets those lengths, a request a sample. The engine also returns log-probs, transformers is not
+asked for them. The ceiling is one pass of the weights per generated token at the rate of a large product, prompts not counted.
+`prefix_hit_rate` is the share of all samples' prompt tokens that were not computed, because a sample of the same prompt had been before.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks._ceiling import gemm_flops, weights_per_token
-from checkpoint.hf import read_hf
-from parallel.device import prepare_megatron, select_device
+from benchmarks._generation_limits import limits
+from benchmarks._made_up import named_shapes
+from benchmarks._rival import check_rival, run_vllm
+from benchmarks._rollout_work import (
+    Ran,
+    Transformers,
+    Work,
+    engine_for,
+    fastest,
+    from_files,
+    made_up,
+    phases_of,
+    ragged_by_stop_ids,
+    ragged_lengths,
+    random_prompts,
+    run_engine,
+)
+from mcore_rl.prompts import read_prompts
+from mcore_rl.tokens import load_tokenizer
+from parallel.device import prepare_dtype, prepare_megatron, select_device
 from parallel.environment import read_environment
 from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
 from trtllm_rollout.embedded.engine import EmbeddedEngine
-from trtllm_rollout.protocol import Request, SamplingParams
+
+Figures = dict[str, Any]
 
 
-def measure(options: list[str]) -> dict[str, float | str] | None:
-    """Tokens per second of engine, rival and ceiling."""
+def measure(options: list[str]) -> Figures | None:
+    """Tokens per second of engine, rivals and ceiling."""
     a = _options(options)
     if read_environment().world_size > 1:
         raise UserError("bench rollout measures one rank; start it as a plain process")
-    model = ModelConfig.from_directory(a.model)
+    check_rival(a.rival, a.rival_python)
+    model = named_shapes(a.model) or ModelConfig.from_directory(a.model)
     device = select_device(a.device)
-    prepare_megatron(device)  # what it sets up for the device holds for both
-    torch.set_num_threads(a.threads)
+    prepare_megatron(device)
     dtype = torch_dtype(a.dtype or model.dtype)
-    prompts = torch.randint(0, model.vocab_size, (a.prompts, a.prompt_tokens), generator=torch.Generator().manual_seed(0))
-    tokens = a.prompts * a.samples * a.max_tokens
-    engine = _seconds("embedded engine", engine_work(a, model, dtype, prompts, device.torch), a.max_tokens, a.repeat)
-    rival = _seconds("transformers", transformers_work(a, dtype, prompts, device.torch), a.max_tokens, a.repeat)
-    rate = gemm_flops(dtype, device.torch)
+    prepare_dtype(dtype, device)  # what it sets up for the device holds for all that is measured here
+    torch.set_num_threads(a.threads)
+    fill = made_up if named_shapes(a.model) else from_files(a.model, model)
+    head = {"dtype": str(dtype).removeprefix("torch."), "device": device.type, "threads": a.threads}
+    if a.limits:
+        engine = engine_for(model, dtype, device.torch, a.batch, a.prompt_tokens + a.max_tokens, fill)
+        found = limits(engine, model, dtype, device.torch, a.batch, a.max_tokens, a.prompt_tokens, a.repeat)
+        return {**found, "batch": a.batch, "prompt_tokens": a.prompt_tokens, "max_tokens": a.max_tokens, **head}
+    fixed = _work(a, model)
+    batch = min(len(fixed.lengths), a.max_batch_size or len(fixed.lengths))
+    engine = engine_for(model, dtype, device.torch, batch, fixed.longest_prompt + a.max_tokens, fill)
+    figures, works = _engine_figures(engine, fixed, a)
+    figures |= _beside(figures, works, a, dtype, device.torch, model)
+    if a.profile:
+        _profile(engine, fixed, device.torch)
+    return {**figures, "max_batch_size": batch, **head}
+
+
+def _work(a: argparse.Namespace, model: ModelConfig) -> Work:
+    """What is generated at fixed lengths."""
+    if a.prompts.isdecimal():
+        prompts = random_prompts(int(a.prompts), a.prompt_tokens, model.vocab_size)
+    else:
+        prompts = tuple(p.ids for p in read_prompts(a.prompts, load_tokenizer(a.model), None, a.chat, None, a.limit))
+    return Work(prompts, a.samples, (a.max_tokens,) * (len(prompts) * a.samples), separate=a.separate)
+
+
+def _engine_figures(engine: EmbeddedEngine, fixed: Work, a: argparse.Namespace) -> tuple[Figures, dict[str, Work]]:
+    """The engine's own: `tokens_per_s` and so on, those of ragged lengths with `ragged_` before them. Also the work by kind of lengths."""
+    run_engine(engine, fixed.of(2))
+    figures: Figures = {}
+    works = {"fixed": fixed}
+    ran = fastest("embedded engine, fixed lengths", lambda: run_engine(engine, fixed), fixed.tokens, a.repeat)
+    figures |= _figures("", ran, fixed)
+    if a.ragged:
+        ragged = Work(fixed.prompts, fixed.samples, ragged_lengths(len(fixed.lengths), a.max_tokens), separate=True) if a.separate else \
+            ragged_by_stop_ids(fixed, ran.answers)
+        works["ragged"] = ragged
+        ran = fastest("embedded engine, ragged lengths", lambda: run_engine(engine, ragged), ragged.tokens, a.repeat)
+        figures |= _figures("ragged_", ran, ragged)
+        figures["ragged_of_fixed"] = figures["ragged_tokens_per_s"] / figures["tokens_per_s"]
+        figures["ragged_mean"], figures["ragged_max"] = ran.tokens / len(ragged.lengths), max(map(len, ran.answers))
+    return {**figures, "prompts": len(fixed.prompts), "samples": a.samples, "max_tokens": a.max_tokens,
+            "prompt_tokens_mean": sum(map(len, fixed.prompts)) / len(fixed.prompts)}, works
+
+
+def _figures(before: str, ran: Ran, work: Work) -> Figures:
+    return {f"{before}tokens": ran.tokens, f"{before}seconds": ran.seconds, f"{before}tokens_per_s": ran.tokens / ran.seconds,
+            f"{before}prefix_hit_rate": 1 - ran.stats["prefill_tokens"] / work.prompt_tokens, f"{before}phases": phases_of(ran.stats)}
+
+
+def _before(kind: str) -> str:
+    return "" if kind == "fixed" else "ragged_"
+
+
+def _beside(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device, model: ModelConfig) -> Figures:
+    """The rivals and the limit, in the same process and then in the rival's."""
+    rate = gemm_flops(dtype, device)
     ceiling = rate / (2 * weights_per_token(model))
-    return {"tokens": float(tokens), "engine_seconds": engine, "engine_tokens_per_s": tokens / engine, "transformers_seconds": rival,
-            "transformers_tokens_per_s": tokens / rival, "gemm_gflops": rate / 1e9, "ceiling_tokens_per_s": ceiling,
-            "engine_of_ceiling": tokens / engine / ceiling, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
-            "threads": float(a.threads)}
+    out: Figures = {"gemm_gflops": rate / 1e9, "ceiling_tokens_per_s": ceiling, "of_ceiling": figures["tokens_per_s"] / ceiling}
+    if a.hf and named_shapes(a.model) is None:
+        out |= _transformers_figures(figures, works, a, dtype, device)
+    if a.rival:
+        version, seconds = run_vllm(a.rival_python, a.model, str(dtype).removeprefix("torch."), a.threads, a.repeat, works)
+        out["rival"] = f"vllm {version}"
+        for kind, work in works.items():
+            theirs = work.tokens / seconds[kind]
+            out |= {f"{_before(kind)}rival_tokens_per_s": theirs,
+                    f"{_before(kind)}times_rival": figures[f"{_before(kind)}tokens_per_s"] / theirs}
+    return out
+
+
+def _transformers_figures(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Figures:
+    rival, fixed = Transformers(a.model, dtype, device), works["fixed"]
+    rival.run(fixed.of(2))
+    seconds = fastest("transformers", lambda: rival.run(fixed), fixed.tokens, a.repeat).seconds
+    out: Figures = {"hf_seconds": seconds}
+    for kind in works:  # ragged lengths are computed to the longest: the same work, of which the tokens that the engine made are useful
+        useful = figures[f"{_before(kind)}tokens"] / seconds
+        out |= {f"{_before(kind)}hf_tokens_per_s": useful, f"{_before(kind)}times_hf": figures[f"{_before(kind)}tokens_per_s"] / useful}
+    return out
+
+
+def _profile(engine: EmbeddedEngine, work: Work, device: torch.device) -> None:
+    """Print torch's operations by their own time, of a run of at most 16 tokens a sample; the profiler itself costs something."""
+    from torch.profiler import ProfilerActivity, profile
+
+    short = work.of(16)
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True) as recorded:
+        run_engine(engine, short)
+
+    def own(event: Any) -> float:
+        return float(event.self_device_time_total if cuda else event.self_cpu_time_total)
+
+    events = sorted(recorded.key_averages(), key=own, reverse=True)
+    total = sum(map(own, events)) or 1.0
+    table = Table("operation", "calls", "ms", "share", title=f"torch's operations by own time, {short.tokens} tokens", title_justify="left")
+    for event in events[:15]:
+        table.add_row(event.key[:60], f"{event.count:,}", f"{own(event) / 1000:,.0f}", f"{own(event) / total:.1%}")
+    Console().print(table)
+    spent = phases_of(engine.stats())
+    whole = max(sum(spent.values()), 1e-9)
+    print("phases: " + ", ".join(f"{name} {seconds:.2f} s ({seconds / whole:.0%})" for name, seconds in spent.items()), flush=True)
 
 
 def _options(options: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser("mcore-rl bench rollout", description="Measure generation.")
     p.add_argument("--model", metavar="DIR", default="models/SmolLM2-135M-Instruct",
-                   help="Hugging Face model directory (default: models/SmolLM2-135M-Instruct, from mcore-rl fetch smollm2)")
-    p.add_argument("--prompts", type=int, default=8, metavar="N")
+                   help="Hugging Face model directory (default: models/SmolLM2-135M-Instruct, from mcore-rl fetch smollm2), or made-up-05b or "
+                        "made-up-8b: a llama with random weights, without transformers beside it")
+    p.add_argument("--prompts", default="8", metavar="FILE|N", help="prompts as `mcore-rl generate` reads them, or how many random ones (default 8)")
+    p.add_argument("--limit", type=int, metavar="N", help="only the first N prompts of FILE")
+    p.add_argument("--chat", action="store_true", help="put prompts of FILE through the chat template")
+    p.add_argument("--prompt-tokens", type=int, default=32, metavar="N", help="length of random prompts (default 32)")
     p.add_argument("--samples", type=int, default=4, metavar="N", help="responses per prompt (default 4)")
-    p.add_argument("--prompt-tokens", type=int, default=32, metavar="N")
-    p.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of every response (default 32)")
+    p.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of the longest response (default 32)")
+    p.add_argument("--lengths", choices=("fixed", "both"), default="both", help="fixed leaves ragged lengths out (default: both)")
+    p.add_argument("--separate", action="store_true", help="every sample is a request of its own")
+    p.add_argument("--max-batch-size", type=int, metavar="N", help="samples that the engine generates at once (default: all)")
+    p.add_argument("--no-hf", dest="hf", action="store_false", help="leave transformers out")
+    p.add_argument("--rival", choices=("vllm",), help="also run vLLM on the same work, after the others")
+    p.add_argument("--rival-python", metavar="FILE", help="the Python interpreter that has it")
+    p.add_argument("--profile", action="store_true", help="also print where the time goes, by operation")
+    p.add_argument("--limits", action="store_true", help="instead: decoding beside the memory's bandwidth, prefill beside the products")
+    p.add_argument("--batch", type=int, default=32, metavar="N", help="samples at once, for --limits (default 32)")
     p.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the model's")
     p.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="CPU threads (default: all)")
-    p.add_argument("--repeat", type=int, default=2, metavar="N", help="the fastest of N counts, after a short warm-up (default 2)")
+    p.add_argument("--repeat", type=int, default=1, metavar="N", help="the fastest of N counts, after a short warm-up (default 1)")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     arguments = p.parse_args(options)
-    for name in ("prompts", "samples", "prompt_tokens", "max_tokens", "threads", "repeat"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"bench rollout: --{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    arguments.ragged = arguments.lengths == "both"
+    for name in ("samples", "prompt_tokens", "max_tokens", "threads", "repeat", "batch", "limit", "max_batch_size"):
+        value, least = getattr(arguments, name), 2 if name == "max_tokens" and arguments.limits else 1
+        if value is not None and value < least:
+            raise UserError(f"bench rollout: --{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if arguments.prompts == "0":
+        raise UserError("bench rollout: --prompts is 0; it must be at least 1")
+    if arguments.prompts.isdecimal() and (arguments.limit or arguments.chat):
+        raise UserError("bench rollout: --limit and --chat are for prompts from a FILE")
     return arguments
-
-
-def engine_work(a: argparse.Namespace, model: ModelConfig, dtype: torch.dtype, prompts: torch.Tensor,
-                device: torch.device) -> Callable[[int], int]:
-    """A call that generates so many tokens per sample and returns how many it made."""
-    engine = EmbeddedEngine(model, dtype, max_batch_size=a.prompts * a.samples, max_seq_len=a.prompt_tokens + a.max_tokens, device=device)
-    engine.begin_update()
-    read_hf(a.model, engine.layouts[0], engine.weights(), model)
-    engine.commit(0)
-
-    def work(count: int) -> int:
-        sampling = SamplingParams(1.0, max_tokens=count)
-        return sum(len(c.token_ids) for c in engine.generate(
-            [Request(i, tuple(row), sampling, a.samples, (0, i)) for i, row in enumerate(prompts.tolist())]))
-
-    return work
-
-
-def transformers_work(a: argparse.Namespace, dtype: torch.dtype, prompts: torch.Tensor, device: torch.device) -> Callable[[int], int]:
-    """The same work by transformers' generate, with its key-value cache."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=dtype, local_files_only=True).to(device).eval()
-    inputs = prompts.to(device)
-
-    def work(count: int) -> int:
-        options = GenerationConfig(max_new_tokens=count, min_new_tokens=count, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                   num_return_sequences=a.samples, eos_token_id=None, pad_token_id=0)
-        with torch.inference_mode():
-            out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=options)
-        return out[:, inputs.shape[1]:].numel()
-
-    return work
-
-
-def _seconds(name: str, work: Callable[[int], int], count: int, repeat: int) -> float:
-    """Fastest of `repeat` calls of `work(count)`, after a short one."""
-    work(2)
-    best = float("inf")
-    for number in range(1, repeat + 1):
-        started = time.perf_counter()
-        tokens = work(count)
-        best = min(best, time.perf_counter() - started)
-        print(f"{name}: run {number} of {repeat}, {tokens} tokens, best {best:.2f} s", flush=True)
-    return best

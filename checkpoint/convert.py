@@ -34,7 +34,7 @@ from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.agreement import together
 from resharding.errors import WeightsError, listed
-from resharding.layout import Layout, LocalTensor, canonical_shapes
+from resharding.layout import Layout, LocalTensor, canonical_blocks, canonical_shapes, check_tensors
 from resharding.layouts import hf_layout
 from resharding.layouts.mcore_files import StoredTensor, extra_states, mcore_files
 from resharding.plan import make_plan
@@ -212,6 +212,14 @@ def _stream(source: Source, layout: Layout, parts: list[Part], write: Callable[[
     except catchable() as caught:
         error = caught
     raise_together(error, doing)
+
+
+def fill(source: Source, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill the local `tensors` of a rank's `layout` from a source, tensor by tensor, reading only what they need, cast to their dtypes."""
+    check_tensors(layout, tensors)
+    assembler = Assembler(make_plan([source.layout], [layout], canonical_blocks(source.model), source_is_everywhere=True, read_all=False), source.files)
+    for part in assembler.in_order([Part.whole(local) for local in layout.tensors], source.layout):
+        tensors[part.local.name].copy_(assembler.values(part))
 
 
 def verify(source: Source, written: Source, report: Report = silent) -> None:

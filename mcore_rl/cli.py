@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("train", "sft", "evaluate", "convert", "generate", "plan", "bench", "fetch")
+COMMANDS = ("train", "sft", "evaluate", "convert", "generate", "serve", "plan", "bench", "fetch")
 
 
 def parser() -> argparse.ArgumentParser:

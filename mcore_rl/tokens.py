@@ -79,8 +79,11 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> str:
-    """Messages through the chat template, with the start of the assistant's turn. Raises UserError without a template."""
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, **variables: Any) -> str:
+    """Messages through the chat template, with the start of the assistant's turn; `variables` are for the template.
+
+    Raises UserError without a template, BadRow where it refuses the messages.
+    """
     if not tokenizer.chat_template:
         raise UserError("data.prompt_format is chat, but the tokenizer of model.path has no chat template; set data.prompt_format: text")
     if isinstance(tools, str):  # tool schemas kept as JSON text stay verbatim through parquet
@@ -91,7 +94,7 @@ def render_chat(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = Non
     import jinja2
 
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **variables))
     except (jinja2.TemplateError, TypeError) as error:
         raise BadRow(f"the chat template refuses the messages: {error}") from None
 

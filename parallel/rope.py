@@ -68,6 +68,13 @@ def rotary_scale(model: ModelConfig) -> float:
     return _mscale(s.factor, 1.0)
 
 
+def softmax_scale(model: ModelConfig) -> float:
+    """What attention scores are multiplied by. YaRN of latent attention puts its scale for all dimensions here, once for the query and
+    once for the key (transformers `modeling_deepseek_v3.yarn_apply_mscale`)."""
+    s, scale = model.rope_scaling, float(model.head_dim) ** -0.5
+    return scale * _mscale(s.factor, s.mscale_all_dim) ** 2 if model.mla and isinstance(s, Yarn) and s.mscale_all_dim else scale
+
+
 def set_frequencies(module: Any, model: ModelConfig) -> None:
     """Give a GPTModel the frequencies of the model: Megatron's own llama3 scaling fixes all but the factor, its YaRN always truncates."""
     frequencies = inverse_frequencies(model)

@@ -16,7 +16,8 @@ def choose_experts(logits: Tensor, moe: MoE, correction_bias: Tensor | None = No
     its best one, a sigmoid router by the sum of its best two, correction bias included. Megatron's own group routing sums the
     best top_k // top_groups instead, which is another choice for most sizes.
     """
-    scores = logits.float().sigmoid() if moe.score == "sigmoid" else logits.float().softmax(-1)
+    # in float64, for torch's float32 sigmoid gives the last few numbers of a tensor to another exp: a token's weights would depend on the others
+    scores = logits.double().sigmoid().float() if moe.score == "sigmoid" else logits.float().softmax(-1)
     ranking = scores if correction_bias is None else scores + correction_bias
     if moe.groups and moe.top_groups:
         grouped = ranking.view(len(ranking), moe.groups, -1)

@@ -45,7 +45,9 @@ def execute(arguments: argparse.Namespace) -> int:
     table = Table(title=module.__doc__.splitlines()[0], title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
-    for key, value in figures.items():
+    shown = {f"{key}.{part}" if part else key: number for key, value in figures.items()
+             for part, number in (value.items() if isinstance(value, dict) else [("", value)])}
+    for key, value in shown.items():
         table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if arguments.json or "--json" in arguments.options:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -95,7 +96,15 @@ def execute(arguments: argparse.Namespace) -> int:
             seconds = time.perf_counter() - started
             print(f"{arguments.source} converted to {arguments.destination}" + (" and verified" if arguments.verify else "")
                   + f" ({opened.layout.nbytes / 1e9:.2f} GB in {seconds:.1f} s)", flush=True)
+            if destination[0] == ENGINE:
+                print("build the engine with: " + build_command(destination[1], opened.model, _mapping(arguments)), flush=True)
     return 0
+
+
+def build_command(directory: Path, model: ModelConfig, mapping: EngineMapping) -> str:
+    """What makes a classic engine of the checkpoint (TensorRT-LLM up to about July 2026 has trtllm-build: docs/tensorrt-llm.md)."""
+    return shlex.join(["trtllm-build", "--checkpoint_dir", str(directory), "--output_dir", f"{directory}-engine", "--gemm_plugin", "auto",
+                       "--max_seq_len", str(model.max_position_embeddings), "--workers", str(mapping.world_size)])
 
 
 def _place(source: Path, destination: Path) -> Path:

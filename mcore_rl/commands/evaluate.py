@@ -18,7 +18,6 @@ from mcore_rl.evaluation import measure
 from mcore_rl.models import open_engine
 from mcore_rl.rewards import make_reward
 from mcore_rl.run import Run, joined
-from mcore_rl.tokens import load_tokenizer
 
 
 def add(commands: Any) -> None:
@@ -33,9 +32,9 @@ def execute(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, [f"model.path={arguments.model}", *arguments.overrides], "evaluate")
     set_up_logging(config.log.level)
     with joined(config.run.device, config.run.threads) as world:
-        rollout, model, hf_directory = open_engine(arguments.model, world, config.rollout.tp, config.rollout.dtype or config.model.dtype,
-                                                   config.rollout.max_batch_size)
-        tokenizer = load_tokenizer(hf_directory)
+        rollout, model, tokenizer = open_engine(arguments.model, world, config.rollout.tp, config.rollout.dtype or config.model.dtype,
+                                                config.rollout.max_batch_size, driver=config.rollout.driver, temperature=config.rollout.temperature,
+                                                moe_ep=config.rollout.moe_ep, fp8=config.rollout.fp8)
         run = Run(config, world, model, tokenizer, [], PromptStream(1, 0, 1), Path(config.run.dir), rollout=rollout, reward=make_reward(config.reward))
         run.held_out = held_out_rows(config, tokenizer, world)
         results = measure(run)

@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with joined(config.run.device, config.run.threads) as world:
         config = replace(config, run=replace(config.run, threads=torch.get_num_threads()))
         config.actor.parallel.validate_world(world.size)
-        check_engine_world(config.rollout.tp, world.size)
+        check_engine_world(config.rollout.tp, world.size, config.rollout.driver)
         _make_missing_model(config, world)
         directory, lease = take_directory(config)
         with lease:
@@ -113,7 +113,8 @@ def open_run(config: Config, world: World, directory: Path) -> Run:
     model = ModelConfig.from_directory(config.model.path, make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by)
     config.actor.parallel.validate(world.size, model)
     if config.rollout.replay is None or config.evaluation.every:
-        check_engine_size(config.rollout.tp, world.size, model)
+        check_engine_size(config.rollout.tp, world.size, model, config.rollout.driver, world.device, config.rollout.moe_ep,
+                          config.rollout.fp8)
     tokenizer = load_tokenizer(config.model.path)
     rows, report = load_rows(config.data, tokenizer)
     check_answers(config.reward, rows)

@@ -54,7 +54,7 @@ class Config:
     @property
     def log_prob_gap_gate(self) -> float | None:
         """algorithm.log_prob_gap_max with auto resolved; None: no gate."""
-        exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32"
+        exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32" and not self.rollout.fp8
         value = self.algorithm.log_prob_gap_max
         return (1e-3 if exact else None) if value == "auto" else value  # type: ignore[return-value]
 
@@ -114,6 +114,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
         (c.evaluation.data is None, ["evaluation.greedy", "evaluation.samples", "evaluation.max_prompts"], "evaluation.data is not set"),
         (c.data.prompt_format == "text", ["data.system_prompt"],
          "data.prompt_format is text; set data.prompt_format: chat or remove the key"),
+        (c.rollout.engine == "embedded", ["rollout.tensorrt_llm"], "rollout.engine is embedded; set rollout.engine: tensorrt_llm or remove the key"),
+        (c.rollout.engine != "embedded", ["rollout.fp8"], "rollout.engine is tensorrt_llm, whose FP8 weights are not synchronised yet"),
         (c.checkpoint.every == 0, ["checkpoint.keep"], "checkpoint.every is 0, so none is written"),
         (c.run.only == "rollout", ["rollout.replay"], "run.only is rollout: samples are generated, not replayed"),
     ]

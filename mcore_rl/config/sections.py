@@ -10,6 +10,7 @@ from typing import Literal
 
 from mcore_rl.config.fields import check_ranges, option
 from parallel.config import ParallelConfig
+from trtllm_rollout.driver.options import DriverOptions
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,9 @@ class ReferenceConfig:
 class RolloutConfig:
     """Generation."""
 
-    engine: Literal["embedded"] = option("engine that generates", "embedded")
+    engine: Literal["embedded", "tensorrt_llm"] = option("engine that generates (tensorrt_llm: docs/tensorrt-llm.md)", "embedded")
     tp: int = option("tensor-parallel size of the engine; further ranks hold further engines", 1, low=1)
+    moe_ep: int = option("ranks of an engine over which whole experts are dealt (over the other tp / moe_ep each is cut); 1: all are cut", 1, low=1)
     prompts_per_step: int = option("prompts of one step, over all engines", 8, low=1)
     samples_per_prompt: int = option("samples (one group) per prompt", 8, low=1)
     temperature: float = option("sampling temperature; 0 is greedy and only for run.only=rollout", 1.0, low=0)
@@ -137,9 +139,17 @@ class RolloutConfig:
     max_batch_size: int = option("most requests an engine decodes at once", 256, low=1)
     replay: str | None = option("train from the samples stored in this directory instead of generating", None)
     dtype: Literal["float32", "bfloat16"] | None = option("type of the engine's weights; null: model.dtype", None)
+    fp8: bool = option("hold the engine's matrices as FP8 with a scale for every 128 x 128 block, made by every sync (rollouts are off-policy "
+                       "by that rounding)", False)
+    tensorrt_llm: DriverOptions = option("the TensorRT-LLM driver", section=DriverOptions)
 
     def __post_init__(self) -> None:
         check_ranges(self, "rollout")
+
+    @property
+    def driver(self) -> DriverOptions | None:
+        """Options of the TensorRT-LLM driver, where that is the engine."""
+        return self.tensorrt_llm if self.engine == "tensorrt_llm" else None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks._ceiling import weights_per_token
+from benchmarks._generation_limits import kv_bytes, limits
+from benchmarks._rollout_work import Work, engine_for, made_up, ragged_by_stop_ids, ragged_lengths
 from mcore_rl.commands.bench import execute
+from mcore_rl.tokens import character_tokenizer
 from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
@@ -28,8 +34,10 @@ KEYS = {
                 "train", "rollout", "procs", "dtype", "device"},
     "convert": {"bytes", "seconds", "gb_per_s", "plain_copy_gb_per_s", "of_plain_copy", "plain_copy_seconds", "peak_rss_growth_bytes"},
     "plan": {"rank", "seconds", "copies", "peak_rss_bytes"},  # of one rank
-    "rollout": {"tokens", "engine_seconds", "engine_tokens_per_s", "transformers_seconds", "transformers_tokens_per_s", "gemm_gflops",
-                "ceiling_tokens_per_s", "engine_of_ceiling", "dtype", "device", "threads"},
+    "rollout": {"tokens", "seconds", "tokens_per_s", "hf_seconds", "hf_tokens_per_s", "times_hf", "prefix_hit_rate", "phases", "ragged_tokens",
+                "ragged_seconds", "ragged_tokens_per_s", "ragged_prefix_hit_rate", "ragged_phases", "ragged_of_fixed", "ragged_mean", "ragged_max", "ragged_hf_tokens_per_s", "ragged_times_hf", "gemm_gflops",
+                "ceiling_tokens_per_s", "of_ceiling", "rival", "rival_tokens_per_s", "times_rival", "ragged_rival_tokens_per_s", "ragged_times_rival",
+                "prompts", "samples", "max_tokens", "prompt_tokens_mean", "max_batch_size", "dtype", "device", "threads"},
     "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
              "ideal_update_s", "update_of_ideal", "gemm_gflops", "tokens_per_step", "tokens_per_s", "sync_bytes", "steps", "ranks",
              "dtype", "device"},
@@ -85,14 +93,95 @@ def test_the_gpu_session_says_what_this_machine_lacks() -> None:
     done = subprocess.run(["benchmarks/gpu_session.sh", sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=120,
                           env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("not run: needs") == 6 and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
+    assert done.stdout.count("not run: needs") == 8 and "decoding" in done.stdout and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
 
 
-@pytest.mark.slow
-def test_rollout_makes_the_tokens_it_counts(tmp_path: Path) -> None:
+FAKE_VLLM = """
+import json, os
+__version__ = "9.9"
+class SamplingParams:
+    def __init__(self, *, n, temperature, max_tokens, ignore_eos, logprobs, detokenize):
+        assert temperature == 1.0 and ignore_eos and logprobs == 0
+        self.n, self.max_tokens = n, max_tokens
+class Choice:
+    def __init__(self, count): self.token_ids = [0] * count
+class Output:
+    def __init__(self, params): self.outputs = [Choice(params.max_tokens - int(os.environ.get("FAKE_VLLM_LACKS", 0))) for _ in range(params.n)]
+class LLM:
+    def __init__(self, *, model, dtype, max_model_len, max_num_seqs, seed, disable_log_stats):
+        assert os.path.isfile(os.path.join(model, "config.json")) and dtype == "float32"
+        print("a line of the rival's own")
+    def reset_prefix_cache(self): pass
+    def generate(self, prompts, params, use_tqdm):
+        with open(os.environ["FAKE_VLLM_LOG"], "a") as log:
+            log.write(json.dumps([[p["prompt_token_ids"], s.n, s.max_tokens] for p, s in zip(prompts, params, strict=True)]) + chr(10))
+        return [Output(s) for s in params]
+"""
+
+
+def test_rollout_makes_the_tokens_it_counts_and_so_does_its_rival(tmp_path: Path) -> None:
+    """Prompts from a file, fixed and ragged lengths, transformers, and vLLM (not the real one) in an interpreter of its own."""
     model = write_model(tmp_path / "model", "llama")
-    found = figures("rollout", "--model", str(model), "--prompts", "2", "--samples", "2", "--prompt-tokens", "4", "--max-tokens", "3", "--repeat", "1")
-    assert found["tokens"] == 12
+    character_tokenizer("abcdefgh").save_pretrained(model)
+    (tmp_path / "prompts.txt").write_text("abc\nfedcba\nnot read\n")
+    (tmp_path / "fake" / "vllm").mkdir(parents=True)
+    (tmp_path / "fake" / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path}/fake FAKE_VLLM_LOG={tmp_path}/log exec {sys.executable} \"$@\"\n")
+    python.chmod(0o755)
+    options = ["--model", str(model), "--prompts", f"{tmp_path}/prompts.txt", "--limit", "2", "--samples", "3", "--max-tokens", "10", "--threads", "1"]
+    found = figures("rollout", *options, "--rival", "vllm", "--rival-python", str(python), "--profile")
+    assert found["tokens"] == 60 and found["prompts"] == 2 and found["prompt_tokens_mean"] == 4.5 and found["rival"] == "vllm 9.9"
+    assert set(found["phases"]) == {"prefill", "decode", "sampling", "other"} and 0 < sum(found["phases"].values()) <= found["seconds"]  # type: ignore[attr-defined]
+    assert found["prefix_hit_rate"] == pytest.approx(2 / 3), "each prompt is computed once for its three samples"
+    assert found["times_hf"] == pytest.approx(found["hf_seconds"] / found["seconds"])
+    assert found["ragged_hf_tokens_per_s"] == pytest.approx(found["ragged_tokens"] / found["hf_seconds"])
+    calls = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    prompts = [[4, 5, 6], [9, 8, 7, 6, 5, 4]]
+    assert calls[0] == [[ids, 3, 2] for ids in prompts] and calls[1] == [[ids, 3, 10] for ids in prompts]
+    assert [c[0] for c in calls[2]] == [ids for ids in prompts for _ in range(3)] and {c[1] for c in calls[2]} == {1}
+    assert sum(c[2] for c in calls[2]) == found["ragged_tokens"] == 6 * found["ragged_mean"] and max(c[2] for c in calls[2]) == 10 == found["ragged_max"]
+    assert found["ragged_mean"] < 6 and found["ragged_prefix_hit_rate"] == found["prefix_hit_rate"]
+
+
+def test_ragged_lengths_have_the_mean_and_the_longest_that_are_said() -> None:
+    lengths = ragged_lengths(128, 128)
+    assert sum(lengths) == 40 * 128 and max(lengths) == 128 and min(lengths) >= 1 and len(set(lengths)) > 50
+    assert sorted(lengths)[64] < 32 and lengths == ragged_lengths(128, 128) != ragged_lengths(128, 128, seed=1)
+    chance = random.Random(0)
+    answers = [[min(999, int(chance.paretovariate(0.7))) for _ in range(128)] for _ in range(64)]  # some ids are frequent, as words are
+    fixed = Work(((5, 6), (7,)), 32, (128,) * 64)
+    ragged = ragged_by_stop_ids(fixed, answers)
+    assert 40 * 64 <= ragged.tokens < 41 * 64 and max(ragged.lengths) == 128 and len(set(ragged.lengths)) > 20
+    assert list(ragged.lengths) == [next((k + 1 for k, token in enumerate(ids) if token in ragged.stop_ids), 128) for ids in answers]
+    assert [(r.samples, r.sampling.stop_token_ids) for r in ragged.requests()] == [(32, ragged.stop_ids)] * 2
+
+
+def test_a_rival_that_cannot_be_run_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -S -E \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    for options, words in ((["--rival", "vllm"], "belong together"), (["--rival-python", sys.executable], "belong together"),
+                           (["--rival", "vllm", "--rival-python", str(tmp_path / "none")], "cannot be run"),
+                           (["--rival", "vllm", "--rival-python", str(tmp_path / "python")], "cannot import vllm .*No module named 'vllm'"),
+                           (["--limit", "3"], "--limit and --chat are for prompts from a FILE"), (["--prompts", "0"], "--prompts is 0"),
+                           (["--limits", "--max-tokens", "1"], "--max-tokens is 1")):
+        with pytest.raises(UserError, match=words):
+            execute(argparse.Namespace(name="rollout", options=options, json=False))
+
+
+def test_decoding_and_prefill_are_measured_beside_their_limits(tmp_path: Path) -> None:
+    """In numbers of the model: what a step must read, what a prompt must multiply."""
+    model = ModelConfig.from_directory(write_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1))
+    attention, expert, router = 64 * 24 * (4 + 2 * 2 + 4), 3 * 64 * 32, 8 * 64
+    assert weights_per_token(model) == attention + router + 3 * expert + 203 * 64
+    assert weights_per_token(model, 2) == attention + router + 6 * expert + 203 * 64 and weights_per_token(model, 9) == attention + router + 8 * expert + 203 * 64
+    assert weights_per_token(model, head=False) == attention + router + 3 * expert
+    assert kv_bytes(model, torch.float32) == 2 * 2 * 24 * 4
+    engine = engine_for(model, torch.float32, torch.device("cpu"), 4, 12, made_up)
+    found = limits(engine, model, torch.float32, torch.device("cpu"), 4, 4, 8, 1)
+    documented = (ROOT / "docs" / "performance.md").read_text()
+    assert all(value > 0 and f"`{key}`" in documented for key, value in found.items())
+    assert found["decode_tokens_per_s"] == pytest.approx(4 / found["decode_step_seconds"])
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_learning_rate_that_yaml_reads_as_text_is_a_number(config: Path) -> No
 
 
 def test_every_command_shows_an_example() -> None:
-    commands = ("train", "sft", "evaluate", "convert", "generate", "bench", "fetch")
+    commands = ("train", "sft", "evaluate", "convert", "generate", "serve", "bench", "fetch")
     for command, (code, out, _) in zip(commands, many(*[[c, "--help"] for c in commands]), strict=True):
         assert code == 0 and "example:" in out and "mcore" in out.split("example:")[1], command
 

@@ -36,7 +36,7 @@ def checksums(directory: str | Path, dtype: torch.dtype = torch.float32) -> dict
     from safetensors.torch import load_file
 
     layout = hf_layout(ModelConfig.from_directory(directory), dtype)
-    tensors = {k: v.to(dtype) for k, v in load_file(Path(directory) / "model.safetensors").items()}
+    tensors = {k: v.to(layout[k].dtype) for k, v in load_file(Path(directory) / "model.safetensors").items()}
     return verify([layout], [piece_checksums(layout, tensors)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,20 @@ import torch
 from mcore_rl.rollout import check_engine_size
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
-from tests.models import FAMILY_TINY, LLAMA3_ROPE, TINY, YARN, write_model
+from tests.models import FAMILY_TINY, LLAMA3_ROPE, TINY, write_model
+from tests.parallel.test_families import WITH_EXPERTS
 from tests.trtllm_rollout.engines import greedy_reference, make_engine, prompts, recomputed_log_probs, requests
 from tests.worker_pool import run_ranks
-from trtllm_rollout.embedded.engine import EmbeddedEngine
 
 MODELS = {
-    "llama": dict(family="llama"),
+    **{family: dict(family=family) for family in FAMILY_TINY},
     "llama tied": dict(family="llama", tie_word_embeddings=True),
     "llama with llama3 rope": dict(family="llama", rope_parameters=LLAMA3_ROPE),
     "llama with its own head_dim": dict(family="llama", head_dim=32),
-    "qwen2": dict(family="qwen2"),
     "qwen2 tied": dict(family="qwen2", tie_word_embeddings=True),
-    "qwen3": dict(family="qwen3"),
-    "mistral": dict(family="mistral", sliding_window=None),
 }
+BLOCK = 4
+LONGEST, MAX_TOKENS = 40, 10
 
 
 @pytest.fixture(scope="module")
@@ -34,51 +34,109 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_model(root / name.replace(" ", "_"), seed=i, **options) for i, (name, options) in enumerate(MODELS.items())}
 
 
-def _greedy(directory: str, texts: list[tuple[int, ...]], max_tokens: int, stop: tuple[int, ...], tp: int,
-            max_batch_size: int) -> list[tuple[int, ...]]:
-    engine = make_engine(directory, tp=tp, max_batch_size=max_batch_size)
+def kv_bytes(model: ModelConfig, blocks: int, tp: int) -> int:
+    """What `blocks` blocks of BLOCK tokens take in fp32 on one rank."""
+    per_token = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim if model.mla else 2 * max(1, model.num_kv_heads // tp) * model.head_dim
+    return blocks * BLOCK * model.num_layers * per_token * 4
+
+
+def options(mode: str, directory: str | Path, tp: int) -> dict[str, Any]:
+    """Of an engine: a batch smaller than the work; or chunks, shared blocks and a KV cache that the batch does not fit, all at once."""
+    if mode == "plain":
+        return dict(max_batch_size=3, enable_prefix_cache=False)
+    blocks = -(-(LONGEST + 5) // BLOCK) + -(-MAX_TOKENS // BLOCK) + 1  # little more than the longest request
+    return dict(max_batch_size=8, block_size=BLOCK, max_num_tokens=16, kv_cache_bytes=kv_bytes(ModelConfig.from_directory(directory), blocks, tp))
+
+
+def with_shared_beginnings(count: int) -> list[tuple[int, ...]]:
+    """Prompts of random lengths, every third one longer by a few tokens than the one before."""
+    texts = prompts(count, longest=LONGEST)
+    for i in range(2, count, 3):
+        texts[i] = texts[i - 1] + (7, 8, 9, 10, 11)[:1 + i % 5]
+    return texts
+
+
+TEXTS = with_shared_beginnings(6)
+
+
+@lru_cache(maxsize=None)
+def of_generate(directory: str) -> list[tuple[int, ...]]:
+    return greedy_reference(directory, TEXTS, MAX_TOKENS, stop=None)
+
+
+def _greedy(directory: str, texts: list[tuple[int, ...]], max_tokens: int, stop: tuple[int, ...], tp: int = 1, mode: str = "plain",
+            moe_ep: int = 1) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    engine = make_engine(directory, tp=tp, moe_ep=moe_ep, **options(mode, directory, tp))
     done = engine.generate(requests(texts, temperature=0, max_tokens=max_tokens, stop_token_ids=stop))
-    return [c.token_ids for c in done]
+    return [c.token_ids for c in done], engine.stats()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_generate(name: str, directories: dict[str, Path]) -> None:
-    """Ragged prompts, more of them than fit the batch, positions beyond the original context of llama3 rope."""
-    texts = prompts(7, longest=90)
-    expected = greedy_reference(directories[name], texts, 20, stop=None)
-    assert _greedy(directories[name], texts, 20, (), tp=1, max_batch_size=3) == expected
+    """Ragged prompts, more of them than fit the batch; then in chunks, from shared blocks, and preempted."""
+    texts, expected = TEXTS, of_generate(str(directories[name]))
+    plain, _ = _greedy(str(directories[name]), texts, MAX_TOKENS, ())
+    assert plain == expected
+    crowded, stats = _greedy(str(directories[name]), texts, MAX_TOKENS, (), mode="crowded")
+    assert crowded == expected
+    assert stats["preemptions"] > 0 and stats["prefix_hit_rate"] > 0 and stats["steps"] > sum(map(len, texts)) * (1 - stats["prefix_hit_rate"]) / 16
 
 
-@pytest.mark.parametrize("name", ["llama", "llama with llama3 rope", "qwen2 tied", "qwen3"])
-def test_greedy_tokens_are_those_of_generate_on_two_ranks(name: str, directories: dict[str, Path]) -> None:
-    texts = prompts(6, longest=70)
-    expected = greedy_reference(directories[name], texts, 16, stop=5)
-    for of_rank in run_ranks(2, _greedy, str(directories[name]), texts, 16, (5,), tp=2, max_batch_size=4):
-        assert of_rank == expected
+def test_positions_beyond_the_original_context_of_scaled_rotations(directories: dict[str, Path]) -> None:
+    """llama3 and YaRN change the frequencies; the original contexts are 64 tokens."""
+    texts = prompts(3, longest=90, seed=2)
+    assert max(map(len, texts)) > 70
+    for name in ("llama with llama3 rope", "deepseek_v3", "gpt_oss"):
+        assert _greedy(str(directories[name]), texts, 20, ())[0] == greedy_reference(directories[name], texts, 20, stop=None), name
 
 
-@pytest.mark.parametrize(("family", "changes", "words"), [
-    ("mistral", {}, "sliding window of 5"), ("qwen3_moe", {}, "experts"), ("deepseek_v3", {}, "latent attention"), ("gpt_oss", {}, "attention sinks"),
-    ("llama", dict(rope_parameters=YARN), "YaRN")])
-def test_models_with_parts_it_lacks_are_refused_by_name(family: str, changes: dict[str, Any], words: str) -> None:
-    model = ModelConfig.from_hf({"model_type": family, **TINY, **FAMILY_TINY[family], **changes})
-    with pytest.raises(UserError, match=f"{family}.*{words}"):
-        EmbeddedEngine(model, torch.float32)
-    with pytest.raises(UserError, match=f"{family}.*{words}"):  # what `mcore-rl train` and `generate` ask before anything is built
-        check_engine_size(1, 1, model)
+def _greedy_of_all(cases: list[tuple[str, int]], texts: list[tuple[int, ...]], tp: int) -> list[list[tuple[int, ...]]]:
+    return [_greedy(directory, texts, MAX_TOKENS, (), tp, "crowded", moe_ep)[0] for directory, moe_ep in cases]
+
+
+def test_greedy_tokens_are_those_of_generate_on_two_ranks(directories: dict[str, Path]) -> None:
+    """Every family tensor parallel, and those with experts expert parallel too."""
+    cases = [(str(directories[name]), 1) for name in (*FAMILY_TINY, "qwen2 tied")] + [(str(directories[name]), 2) for name in WITH_EXPERTS]
+    for of_rank in run_ranks(2, _greedy_of_all, cases, TEXTS[:4], 2):
+        for case, tokens in zip(cases, of_rank, strict=True):
+            assert tokens == of_generate(case[0])[:4], case
+
+
+@pytest.mark.parametrize(("family", "tp", "moe_ep", "words"), [
+    ("llama", 2, 2, "llama has no experts"), ("qwen3_moe", 2, 4, r"it must divide rollout.tp 2 and the 8 experts .*choose 1 or 2"),
+    ("mixtral", 8, 1, "num_attention_heads 4"), ("glm4_moe", 4, 3, "choose 1 or 2 or 4")])
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_built(family: str, tp: int, moe_ep: int, words: str) -> None:
+    model = ModelConfig.from_hf({"model_type": family, **TINY, **FAMILY_TINY[family]})
+    with pytest.raises(UserError, match=words):
+        check_engine_size(tp, 8, model, moe_ep=moe_ep)
+
+
+def test_fp8_blocks_that_the_ranks_cut_are_refused_before_anything_is_built() -> None:
+    model = ModelConfig.from_hf({"model_type": "qwen3_moe", **TINY, **FAMILY_TINY["qwen3_moe"], "moe_intermediate_size": 128, "hidden_size": 128,
+                                 "head_dim": 64, "num_key_value_heads": 4})
+    check_engine_size(1, 2, model, fp8=True)
+    check_engine_size(2, 2, model, moe_ep=2, fp8=True)
+    with pytest.raises(UserError, match=r"experts.w3_w1_weight cannot be FP8.* do not lie on blocks of 128"):
+        check_engine_size(2, 2, model, fp8=True)
+
+
+@pytest.mark.parametrize("family", FAMILY_TINY)
+def test_no_family_is_refused(family: str) -> None:
+    """What `mcore-rl train` and `generate` ask before anything is built."""
+    check_engine_size(2, 4, ModelConfig.from_hf({"model_type": family, **TINY, **FAMILY_TINY[family]}), moe_ep=2 if family in WITH_EXPERTS else 1)
 
 
 def test_key_value_heads_are_repeated_where_tp_exceeds_them(directories: dict[str, Path]) -> None:
     """tp 4 over 2 key-value heads, and a vocabulary of 203 that 4 does not divide."""
     texts = prompts(5)
     expected = greedy_reference(directories["llama"], texts, 12, stop=None)
-    assert run_ranks(4, _greedy, str(directories["llama"]), texts, 12, (), tp=4, max_batch_size=8) == [expected] * 4
+    assert [tokens for tokens, _ in run_ranks(4, _greedy, str(directories["llama"]), texts, 12, (), tp=4)] == [expected] * 4
 
 
 def test_greedy_of_a_trained_model(stories260k: Path | None, directories: dict[str, Path]) -> None:
     directory = stories260k or directories["llama"]
     texts = [(1,), (1, 100, 60), tuple(range(1, 40))]
-    assert _greedy(directory, texts, 60, (), tp=1, max_batch_size=4) == greedy_reference(directory, texts, 60, stop=None)
+    assert _greedy(str(directory), texts, 60, ())[0] == greedy_reference(directory, texts, 60, stop=None)
 
 
 def _sampled(directory: str, tp: int, dtype: torch.dtype = torch.float32) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:

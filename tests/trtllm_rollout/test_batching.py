@@ -11,7 +11,6 @@ from parallel.errors import UserError
 from tests.models import write_model
 from tests.trtllm_rollout.engines import greedy_reference, make_engine, prompts, requests, tokens
 from tests.worker_pool import run_ranks
-from trtllm_rollout.embedded.scheduler import Scheduler
 from trtllm_rollout.protocol import Completion, EngineRefuses, Request, SamplingParams
 
 
@@ -144,28 +143,6 @@ def test_all_slots_come_back_after_random_mixes_with_aborts(directory: Path) -> 
             assert c.finish_reason in (whole.finish_reason, "abort") and (c.finish_reason == "abort" or c.token_ids == whole.token_ids)
         stats = engine.stats()
         assert (stats["running_samples"], stats["waiting_samples"], stats["held_prompts"]) == (0, 0, 0)
-
-
-def test_scheduler_hands_the_slot_of_a_finished_sample_to_its_sibling_and_closes_gaps() -> None:
-    scheduler = Scheduler(max_batch_size=4, max_prefill_tokens=100)
-    scheduler.add([Request(0, (1, 2, 3), samples=3), Request(1, (1,), samples=3)])
-    admission = scheduler.admit()
-    assert [g.request.request_id for g in admission.prefill] == [1, 0], "ordered by length"
-    assert [(s.slot, s.group.request.request_id, s.sample, s.source) for s in admission.starts] == [
-        (0, 1, 0, None), (1, 0, 0, None), (2, 1, 1, 0), (3, 1, 2, 0)]
-    retirement = scheduler.retire([0, 1])
-    assert [(s.slot, s.group.request.request_id, s.sample) for s in retirement.handovers] == [(1, 0, 1)]
-    assert retirement.moves == ((3, 0),)
-    assert [(g.request.request_id, k) for g, k in scheduler.running] == [(1, 2), (0, 1), (1, 1)]
-    assert [(s.slot, s.sample, s.source) for s in scheduler.admit().starts] == [(3, 2, 1)], "the last sample copies its running sibling"
-    assert scheduler.retire([0, 1, 2, 3]).moves == () and not scheduler.busy
-
-
-def test_prompts_are_computed_in_rounds_of_bounded_size() -> None:
-    scheduler = Scheduler(max_batch_size=10, max_prefill_tokens=5)
-    scheduler.add([Request(i, (1,) * length) for i, length in enumerate((9, 3, 2, 1))])
-    rounds = [[len(g.request.prompt_ids) for g in scheduler.admit().prefill] for _ in range(3)]
-    assert rounds == [[9], [2, 3], [1]], "one prompt above the bound still goes, alone"
 
 
 @pytest.mark.parametrize("make, words", [

@@ -23,14 +23,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"), seed=11, vocab_size=101, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 
-def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The definition, by a sort: temperature, the k largest, then the smallest prefix of mass p of what is left. [vocab]"""
+def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
+    """The definition, by a sort: temperature, the k largest, the smallest prefix of mass p of what is left, then what is not below min_p
+    times the largest. [vocab]"""
     p = np.exp((logits - logits.max()) / temperature)
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
     keep = order[:top_k] if top_k else order
     mass = np.cumsum(p[keep] / p[keep].sum())
     keep = keep[:np.searchsorted(mass, top_p) + 1] if top_p < 1 else keep
+    keep = keep[p[keep] >= min_p * p.max()]
     out = np.zeros_like(p)
     out[keep] = p[keep] / p[keep].sum()
     return out
@@ -66,9 +68,46 @@ def test_drawn_tokens_have_the_exact_distribution(cut: tuple[float, int, float],
     assert chi_square_z(counts, probabilities) < 3.5
 
 
+SETTINGS = [(1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (1.7, 0, 1.0, 0.0), (1.0, 12, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.05),
+            (1.3, 20, 0.9, 0.1)]
+P_BELOW_1_IN_10_000 = 3.719  # standard deviations, one-sided
+
+
+def _chi_squares(settings: tuple[float, int, float, float]) -> list[float]:
+    """Of 20,000 draws from one row of logits, for 20 seeds; every draw has a stream of its own, as samples have."""
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 1.5
+    logits[0, -1] = 0.5  # inside every cut, not too likely
+    probabilities = exact(logits[0].double().numpy(), *settings)
+    temperature, top_k, top_p, min_p = (torch.tensor([value]).expand(20_000) for value in settings)
+    rows = sampling.Settings(temperature.double(), top_k, top_p.double(), min_p.double())
+    out = []
+    for seed in range(20):
+        uniform = torch.from_numpy(sampling.uniforms((seed, 7), 0, 20_000))
+        ids, _ = sampling.sample(logits.expand(20_000, -1), rows, uniform)
+        counts = np.bincount(ids.numpy(), minlength=40)
+        assert counts[probabilities == 0].sum() == 0
+        out.append(chi_square_z(counts, probabilities))
+    return out
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[-1], *(pytest.param(some, marks=pytest.mark.slow) for some in SETTINGS[1:-1])])
+def test_20_000_draws_fit_the_exact_distribution_for_20_seeds(settings: tuple[float, int, float, float]) -> None:
+    assert max(_chi_squares(settings)) < P_BELOW_1_IN_10_000
+
+
+@pytest.mark.parametrize("distort", [lambda u: torch.where(u < 0.98, u / 0.98, 1 - 1e-12), lambda u: u * 0.98],
+                         ids=["2 % to the last token", "2 % cut off"])
+@pytest.mark.parametrize("settings", [SETTINGS[0], pytest.param(SETTINGS[-1], marks=pytest.mark.slow)])
+def test_a_sampler_distorted_by_2_percent_fails_the_same_check(settings: tuple[float, int, float, float], distort: object,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = sampling.inverse_transform
+    monkeypatch.setattr(sampling, "inverse_transform", lambda weights, uniform: honest(weights, distort(uniform)))  # type: ignore[operator]
+    assert min(_chi_squares(settings)) > P_BELOW_1_IN_10_000
+
+
 @pytest.mark.parametrize("distort", [lambda u: u ** 1.3, lambda u: u * 0.9, lambda u: (u * 8).floor() / 8],
                          ids=["skewed", "short", "coarse"])
-def test_a_distorted_sampler_fails_the_same_check(distort: object, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distorted_sampler_fails_in_the_engine_too(distort: object, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = sampling.inverse_transform
     monkeypatch.setattr(sampling, "inverse_transform", lambda weights, uniform: honest(weights, distort(uniform)))  # type: ignore[operator]
     probabilities = exact(reference_logits(directory, [[5, 9, 4]])[0, -1].double().numpy(), 1.0, 0, 1.0)
@@ -120,7 +159,7 @@ def test_an_id_of_weight_zero_is_never_drawn(seed: int, vocab: int, uniform: flo
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(4, vocab, generator=generator) * (torch.rand(4, vocab, generator=generator) < 0.1)
     weights[:, int(torch.randint(vocab, (1,), generator=generator))] = 1e-6
-    ids = sampling.inverse_transform(weights, torch.full((4,), uniform, dtype=torch.float64))
+    ids, _ = sampling.inverse_transform(weights, torch.full((4,), uniform, dtype=torch.float64))
     assert (weights.gather(1, ids[:, None]) > 0).all()
     expected = (weights.double().cumsum(-1) > uniform * weights.double().sum(-1, keepdim=True)).int().argmax(-1)
     if uniform in (0.0, 0.5):

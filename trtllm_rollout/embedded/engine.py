@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,17 @@ from resharding.checksum import verify
 from resharding.errors import WeightsError
 from resharding.layout import Layout
 from resharding.layouts import trtllm_layout
+from resharding.layouts.fp8 import fp8_layout, fp8_weights
 from resharding.piece_sums import PieceSums
-from trtllm_rollout.embedded.decoder import Decoder, TensorParallel, check_decodable
+from trtllm_rollout.embedded.blocks import BlockPool
+from trtllm_rollout.embedded.decoder import Decoder, TensorParallel
 from trtllm_rollout.embedded.generation import Generation
-from trtllm_rollout.embedded.kv_cache import KVCache
-from trtllm_rollout.protocol import Completion, EngineRefuses, Request
+from trtllm_rollout.embedded.kv_cache import KVCache, block_count
+from trtllm_rollout.embedded.limits import Limits
+from trtllm_rollout.embedded.memory import give_back_freed
+from trtllm_rollout.embedded.scheduler import Scheduler
+from trtllm_rollout.protocol import Completion, EngineRefuses, Progress, Request
 
-MAX_PREFILL_TOKENS = 8192
 TAGS = ("kv_cache", "weights")
 
 
@@ -31,38 +35,46 @@ class EmbeddedEngine:
     """One tensor-parallel rank of the engine (see `trtllm_rollout.protocol.Engine` for the calls).
 
     `tp_group` is the process group of its `tp` ranks (None: one rank), `tp_rank` this rank's place in it and `rank` its
-    global rank. At most `max_batch_size` samples are generated at once; prompt and answer together are at most `max_seq_len`
-    tokens (None: the model's max_position_embeddings).
+    global rank. At most `max_batch_size` samples are generated at once, with at most `max_num_tokens` tokens computed a step (None:
+    2048, or what the batch needs); prompt and answer together are at most `max_seq_len` tokens (None: the model's
+    max_position_embeddings). Keys and values are kept in blocks of `block_size` tokens within `kv_cache_bytes` (None: what the
+    largest batch needs, or a share of the free memory), and beginnings of prompts between requests if `enable_prefix_cache`.
+    `detokenize` turns token ids into text, for stop strings. Whole experts are dealt over `moe_ep` of the ranks, and cut over the tp / moe_ep
+    others. `fp8` holds matrices as FP8 codes with a scale for every 128 x 128 block (`resharding.layouts.fp8`), and computes in `dtype`.
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, tp_group: dist.ProcessGroup | None = None, tp: int = 1,
                  tp_rank: int = 0, rank: int = 0, max_batch_size: int = 256, max_seq_len: int | None = None,
-                 device: str | torch.device = "cpu") -> None:
-        check_decodable(model)
+                 device: str | torch.device = "cpu", max_num_tokens: int | None = None, kv_cache_bytes: int | None = None,
+                 block_size: int = 32, enable_prefix_cache: bool = True, detokenize: Callable[[Sequence[int]], str] | None = None,
+                 moe_ep: int = 1, fp8: bool = False) -> None:
         ranks = [rank] if tp_group is None else dist.get_process_group_ranks(tp_group)
         if len(ranks) != tp or ranks[tp_rank] != rank:
             raise ValueError(f"engine: rank {rank} as tp rank {tp_rank} of {tp} does not match the ranks {ranks} of its group")
-        if max_batch_size < 1:
-            raise UserError(f"rollout: max_batch_size is {max_batch_size}; it must be at least 1")
-        limit = model.max_position_embeddings
-        if max_seq_len is not None and not 1 <= max_seq_len <= limit:
-            raise UserError(f"rollout: max_seq_len is {max_seq_len}; it must be between 1 and the model's max_position_embeddings {limit}")
-        self._model, self._max_seq_len = model, max_seq_len or limit
-        self._parallel = TensorParallel(tp_group, tp, tp_rank)
-        self._layouts = [trtllm_layout(model, tp, i, r, dtype) for i, r in enumerate(ranks)]
+        self._limits = limits = Limits.checked(model, max_batch_size, max_seq_len, max_num_tokens, block_size, detokenize is not None)
+        self._model = model
+        self._parallel = TensorParallel(tp_group, tp, tp_rank, moe_ep)
+        self._layouts = [trtllm_layout(model, tp, i, r, dtype, moe_ep=moe_ep) for i, r in enumerate(ranks)]
+        if fp8:
+            matrices = fp8_weights(model)
+            self._layouts = [fp8_layout(layout, matrices) for layout in self._layouts]
         self._sums = PieceSums(self._layouts[tp_rank])
         device = torch.device(device)
         self._weights = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in self._layouts[tp_rank].tensors}
-        decoder = Decoder(model, self._weights, self._parallel, self._max_seq_len)
-        self._cache = KVCache(model, decoder.kv_heads, dtype, device)
-        self._work = Generation(decoder, self._cache, self._parallel, device, max_batch_size, MAX_PREFILL_TOKENS)
-        self._finished: deque[Completion] = deque()
+        decoder = Decoder(model, self._weights, self._parallel, limits.max_seq_len)
+        blocks = min(self._gather(block_count(decoder.heads, block_size, dtype, device, kv_cache_bytes, max_batch_size, limits.max_seq_len)))
+        self._cache = KVCache(decoder.heads, blocks, block_size, dtype, device)
+        self._pool = BlockPool(blocks, block_size, enable_prefix_cache)
+        scheduler = Scheduler(self._pool, max_batch_size, limits.max_num_tokens)
+        self._work = Generation(decoder, self._cache, scheduler, self._parallel, model.vocab_size, device, detokenize)
+        self._finished: deque[Completion | Progress] = deque()
         self._version: int | None = None
         self._checksums: Mapping[str, int] | None = None
         self._verified = False
         self._refusal = "no weights version is committed; write weights() and call commit"
         self._asleep: set[str] = set()
         self._submitted = 0  # running hash of all submitted requests, compared between ranks
+        self._agreed = 0  # of which the ranks have compared
         self._seconds = self._checksum_seconds = 0.0
 
     @property
@@ -80,6 +92,7 @@ class EmbeddedEngine:
 
     def begin_update(self) -> None:
         self._finished += self._work.abort(None, self._version)
+        self._work.reset_cache()
         self._version, self._checksums, self._verified = None, None, False
         self._refusal = "a weights update is under way; commit it first"
 
@@ -90,7 +103,8 @@ class EmbeddedEngine:
             raise EngineRefuses(f"engine: commit of version {version} without begin_update; version {self._version} is committed")
         self._version, self._checksums, self._verified, self._refusal = version, checksums, False, ""
         self._seconds = self._checksum_seconds = 0.0
-        self._work.counts = dict.fromkeys(self._work.counts, 0)
+        self._work.reset_cache()
+        self._work.reset_counts()
 
     def verify(self) -> None:
         """Compare what is resident with the committed checksums now, on all ranks of the group, rather than before the first token.
@@ -106,7 +120,7 @@ class EmbeddedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         known = self._work.request_ids()
         for request in requests:
-            self._check(request)
+            self._limits.check(request, self._model, self._pool)
             if request.request_id in known:
                 raise UserError(f"request {request.request_id}: an unfinished request has this id already; ids must differ")
             known.add(request.request_id)
@@ -118,13 +132,21 @@ class EmbeddedEngine:
         self._ready()
         while self._finished or self._work.busy:
             while self._finished:
-                yield self._finished.popleft()
+                if isinstance(done := self._finished.popleft(), Completion):
+                    yield done
             if self._work.busy:
                 self._advance()
 
+    def step(self) -> list[Completion | Progress]:
+        if self._work.busy:
+            self._advance()
+        done = list(self._finished)
+        self._finished.clear()
+        return done
+
     def _advance(self) -> None:
-        """One step of the work, timed; a refusal ends all of it. Work may have come since the stream began, and an update."""
-        if self._version is None or not self._verified:
+        """One step of the work, timed; a refusal ends all of it. Work may have come since the last one, and an update."""
+        if self._version is None or not self._verified or self._agreed != self._submitted:
             self._ready()
         start = time.perf_counter()
         try:
@@ -150,12 +172,14 @@ class EmbeddedEngine:
             raise EngineRefuses("engine: sleep while submitted work is unfinished; read stream() to its end, or abort, first")
         self._asleep.update(tags)
         if "kv_cache" in tags:
+            self._work.reset_cache()
             self._cache.drop()
         if "weights" in tags:
             self.begin_update()
             self._refusal = "its weights are asleep; wake them, write them and commit"
             for tensor in self._weights.values():
                 tensor.untyped_storage().resize_(0)
+        give_back_freed()
 
     def wake(self, tags: Sequence[str]) -> None:
         _check_tags(tags)
@@ -167,27 +191,22 @@ class EmbeddedEngine:
         self._asleep.difference_update(tags)
 
     def stats(self) -> dict[str, float]:
-        """Counts and seconds since the last commit, and what is held now: running_samples, kv_cache_bytes, weights_bytes, ...
+        """Counts and seconds since the last commit, and what is held now: running_samples, kv_blocks_used, kv_cache_bytes, ...
 
-        `seconds` is the time inside generation steps, `checksum_seconds` that of the verification before the first token.
+        `seconds` is the time inside generation steps, in `seconds_prefill`, `seconds_decode` (products and attention), `seconds_sampling`
+        and `seconds_other` by what it was spent on, `checksum_seconds` that of the verification before the first token. `batch_occupancy`
+        is the mean share of max_batch_size that ran; `mean_queued_seconds`, `mean_first_token_seconds` and `mean_total_seconds` are over
+        finished samples since their submission, `longest_seconds` is of the slowest of them.
         """
-        counts = self._work.counts
+        work, counts = self._work, self._work.counts
         speed = counts["tokens"] / self._seconds if self._seconds else 0.0
-        return {**counts, **self._work.load(), "seconds": self._seconds, "tokens_per_second": speed,
-                "checksum_seconds": self._checksum_seconds, "kv_cache_bytes": self._cache.nbytes,
+        occupancy = counts["batch_samples"] / (counts["steps"] * self._limits.max_batch_size) if counts["steps"] else 0.0
+        finished = max(1, counts["completions"])
+        return {**counts, **work.load(), "seconds": self._seconds, "tokens_per_second": speed, "batch_occupancy": occupancy,
+                **{f"seconds_{name}": seconds for name, seconds in work.phases.items()},
+                **{f"mean_{name}_seconds": work.waits[name] / finished for name in ("queued", "first_token", "total")},
+                "longest_seconds": work.waits["longest"], "checksum_seconds": self._checksum_seconds, "kv_cache_bytes": self._cache.nbytes,
                 "weights_bytes": sum(t.untyped_storage().nbytes() for t in self._weights.values())}
-
-    def _check(self, request: Request) -> None:
-        """Refuse a request that cannot be generated. Raises UserError with the numbers."""
-        count, more, vocab = len(request.prompt_ids), request.sampling.max_tokens, self._model.vocab_size
-        if count + more > self._max_seq_len:
-            raise UserError(f"request {request.request_id}: {count} prompt tokens + max_tokens {more} = {count + more} exceed the engine's "
-                            f"{self._max_seq_len} (the model's max_position_embeddings: {self._model.max_position_embeddings}); "
-                            "shorten the prompt or lower max_tokens")
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):
-            if not 0 <= token < vocab:
-                raise UserError(f"request {request.request_id}: prompt id {token} is outside the vocabulary of {vocab}; "
-                                "was it tokenized for another model?")
 
     def _ready(self) -> None:
         """Agree over the group that every rank has the same version and work, and verify a new version once."""
@@ -195,6 +214,7 @@ class EmbeddedEngine:
         refusals = [f"tp rank {i}: {s[0]}" if len(states) > 1 else s[0] for i, s in enumerate(states) if s[0]]
         if refusals and any(s[4] for s in states):
             self._refuse("; ".join(refusals))
+        self._agreed = self._submitted
         if not any(s[4] for s in states):
             return
         if asleep := [s[3] for s in states if s[3]]:

@@ -1,123 +1,95 @@
-"""Keys and values of the running sequences, one slot each; slots 0..n-1 are always the active ones.
-
-Keeping the active slots together lets attention read the cache as views: no gather, no copy in a decode step.
-"""
+"""The storage of keys and values, in blocks; which block belongs to whom is the block pool's business (`blocks.py`)."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from parallel.model_config import ModelConfig
+from parallel.errors import UserError
+from trtllm_rollout.embedded.heads import Heads
 
-TOKEN_BLOCK = 64
-
-
-def round_up(count: int, multiple: int = TOKEN_BLOCK) -> int:
-    return -(-count // multiple) * multiple
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free when the engine is made, where no budget is given
 
 
 class KVCache:
-    """Per layer, keys and values [slots, kv_heads / tp, tokens, head_dim]. Storage grows to what the submitted work needs."""
+    """Per layer, keys [blocks, kv_heads, block_size, key_dim], and values alike unless the layer is latent.
 
-    def __init__(self, model: ModelConfig, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (model.num_layers, kv_heads, model.head_dim)
-        self._dtype, self._device = dtype, device
+    On the CPU they are held in fp32 whatever the model's type (values are those of the model's type): products of the attention run
+    in fp32 there, and converting the cache anew for every token would cost more than they do. Storage is taken at the first use; on
+    the CPU a page of it becomes resident when it is first written.
+    """
+
+    def __init__(self, heads: Sequence[Heads], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._heads, self.blocks, self.block_size, self._device = tuple(heads), blocks, block_size, device
+        self.dtype = cache_dtype(dtype, device)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.slots = self.tokens = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in (*self.keys, *self.values))
+        """Bytes of the storage that is held now."""
+        return self.blocks * block_bytes(self._heads, self.block_size, self.dtype) if self.keys else 0
 
-    def reserve(self, slots: int, tokens: int, active: int) -> None:
-        """Make room for `slots` sequences of `tokens`, keeping the first `active` slots."""
-        tokens = round_up(tokens)
-        if slots <= self.slots and tokens <= self.tokens:
+    def ensure(self) -> None:
+        """Take the storage unless it is there. It reads as zeros: a masked position still enters a product with weight 0, and 0 x NaN is NaN."""
+        if self.keys:
             return
-        layers, heads, head_dim = self._shape
-        old_tokens, slots, tokens = self.tokens, max(slots, self.slots), max(tokens, self.tokens)
-        for tensors in (self.keys, self.values):
-            for layer in range(layers):
-                # zeros, not empty: a masked position still enters the product of attention with weight 0, and 0 x NaN is NaN
-                new = torch.zeros(slots, heads, tokens, head_dim, dtype=self._dtype, device=self._device)
-                if layer < len(tensors):
-                    new[:active, :, :old_tokens] = tensors[layer][:active]
-                    tensors[layer] = new
-                else:
-                    tensors.append(new)
-        self.slots, self.tokens = slots, tokens
+        for h in self._heads:
+            self.keys.append(self._zeros(h.kv, h.key_dim))
+            self.values.append(self.keys[-1][..., :h.value_dim] if h.latent else self._zeros(h.kv, h.value_dim))
 
     def drop(self) -> None:
         """Free all storage; nothing cached survives."""
-        self.keys, self.values, self.slots, self.tokens = [], [], 0, 0
+        self.keys, self.values = [], []
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` positions of slots `sources` to slots `targets`."""
-        if not len(sources):
-            return
-        source, target = torch.tensor(sources, device=self._device), torch.tensor(targets, device=self._device)
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, :tokens] = tensor[source, :, :tokens]
+    def write(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Row i of `k` [rows, kv, key_dim] and `v` goes to place `offsets[i]` of block `blocks[i]`."""
+        self.keys[layer][blocks, :, offsets] = k.to(self.dtype)
+        if v is not None:
+            self.values[layer][blocks, :, offsets] = v.to(self.dtype)
+
+    def _zeros(self, kv: int, width: int) -> torch.Tensor:
+        shape = (self.blocks, kv, self.block_size, width)
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        # an anonymous mapping is zero, takes memory only where it is written, and goes back to the system at once
+        count = self.blocks * kv * self.block_size * width
+        return torch.frombuffer(mmap.mmap(-1, count * self.dtype.itemsize), dtype=self.dtype).view(shape)
 
 
-class DecodeAttention:
-    """Attention of one new token for each of the first n slots; writes its key and value first.
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that keys and values of a model of `dtype` are held in."""
+    return torch.float32 if device.type == "cpu" else dtype
 
-    The query heads of a key-value group become rows of one small matrix, so each key is read once per group. The cache is
-    read up to a multiple of 64 positions, which keeps the order of summation the same whoever else is in the batch.
+
+def block_bytes(heads: Sequence[Heads], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in all layers."""
+    return sum(h.kv * (h.key_dim + (0 if h.latent else h.value_dim)) for h in heads) * block_size * dtype.itemsize
+
+
+def block_count(heads: Sequence[Heads], block_size: int, dtype: torch.dtype, device: torch.device, budget: int | None, samples: int,
+                tokens: int) -> int:
+    """Blocks for a budget of bytes; None: what `samples` texts of `tokens` need, if a share of the free memory holds that.
+
+    Raises UserError where the budget does not hold one text of two blocks.
     """
-
-    def __init__(self, cache: KVCache, lengths: torch.Tensor) -> None:
-        """`lengths` [n]: tokens in each slot before this one."""
-        self._cache = cache
-        self._rows = torch.arange(len(lengths), device=lengths.device)
-        self._lengths = lengths
-        self._span = min(round_up(int(lengths.max()) + 1), cache.tokens)
-        self._mask = (torch.arange(self._span, device=lengths.device) <= lengths[:, None])[:, None, None]
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` [n, heads, head_dim], `k` and `v` [n, kv_heads, head_dim]; returns [n, heads, head_dim]."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._rows, :, self._lengths] = k
-        values[self._rows, :, self._lengths] = v
-        n, heads, head_dim = q.shape
-        grouped = q.view(n, k.shape[1], heads // k.shape[1], head_dim)
-        out = F.scaled_dot_product_attention(grouped, keys[:n, :, :self._span], values[:n, :, :self._span], attn_mask=self._mask)
-        return out.reshape(n, heads, head_dim)
+    size = block_bytes(heads, block_size, cache_dtype(dtype, device))
+    most = samples * (-(-tokens // block_size) + 1)  # a text's own tokens begin in a block of their own
+    blocks = budget // size if budget is not None else min(most, max(2, int(MEMORY_SHARE[device.type] * free_memory(device)) // size))
+    if blocks < 2:
+        raise UserError(f"rollout: kv_cache_bytes is {budget}; one block of {block_size} tokens takes {size}, and a prompt and its answer take "
+                        f"a block each: give at least {2 * size}")
+    return min(blocks, most) if budget is None else blocks
 
 
-class PrefillAttention:
-    """Causal attention of whole prompts packed one after the other; fills their slots.
-
-    Prompts of equal length are attended together and no prompt is padded, so each is computed exactly as it would be alone.
-    """
-
-    def __init__(self, cache: KVCache, first_slot: int, lengths: Sequence[int]) -> None:
-        """Prompt i has `lengths[i]` tokens and goes to slot first_slot + i; equal lengths must be neighbours."""
-        self._cache = cache
-        self._groups: list[tuple[int, int, int, int]] = []  # first token, first slot, prompts, length
-        token = 0
-        for i, length in enumerate(lengths):
-            if self._groups and self._groups[-1][3] == length:
-                start, slot, count, _ = self._groups[-1]
-                self._groups[-1] = (start, slot, count + 1, length)
-            else:
-                self._groups.append((token, first_slot + i, 1, length))
-            token += length
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` [tokens, heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim]; returns [tokens, heads, head_dim]."""
-        out = torch.empty_like(q)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        for start, slot, count, length in self._groups:
-            part = slice(start, start + count * length)
-            gq, gk, gv = (t[part].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
-            keys[slot:slot + count, :, :length] = gk
-            values[slot:slot + count, :, :length] = gv
-            attended = F.scaled_dot_product_attention(gq, gk, gv, is_causal=True, enable_gqa=gq.shape[1] != gk.shape[1])
-            out[part] = attended.transpose(1, 2).flatten(0, 1)
-        return out
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return 4 << 30
