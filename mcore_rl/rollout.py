@@ -108,6 +108,7 @@ class Rollout:
             ranks = tuple(range(self.replica * tp, (self.replica + 1) * tp))
             self.engine = make_engine(model, dtype, ranks, rank % tp, self.replica, group, device.torch, driver, max_batch_size, temperature, moe_ep)
         self._sync: WeightSync | None = None
+        self._work: dict[str, float] = {}
 
     def sync(self, source: TrainingModel, version: int) -> SyncReport:
         """Bring every engine to the trainer's weights, as `version`, on all ranks or on none."""
@@ -139,10 +140,24 @@ class Rollout:
         `report` is called with each sample that this rank's engine finishes, when it does.
         """
         share = requests[self.replica::self.replicas]
+        before = self.engine.stats()
         mine = self.engine.generate(share) if report is None else self._reported(share, report)
         leader = self.rank % self.tp == 0
+        self._work = _work(share, before, self.engine.stats()) if leader else {}
         parts = self.exchange.gather(mine if leader else [])
         return sorted((c for part in parts for c in part), key=lambda c: (c.request_id, c.sample))
+
+    def metrics(self) -> dict[str, float]:
+        """What the last `generate` asked of all engines, as `engine/*` metrics; a collective. {} where the engine does not count it."""
+        works = [work for work in self.exchange.gather(self._work) if work.get("steps")]
+        if not works:
+            return {}
+        total = {key: sum(work[key] for work in works) for key in works[0]}
+        return {"engine/batch_size_mean": total["batch_samples"] / total["steps"],
+                "engine/prefix_hit_rate": 1 - total["prefill_tokens"] / max(1, total["prompt_tokens"]),
+                "engine/kv_use_max": max(work["kv_use"] for work in works), "engine/preemptions": total["preemptions"],
+                "engine/queued_seconds": total["queued"] / max(1, total["completions"]),
+                "engine/longest_sample_seconds": max(work["longest"] for work in works)}
 
     def _reported(self, requests: Sequence[Request], report: Callable[[Completion], None]) -> list[Completion]:
         self.engine.submit(requests)
@@ -151,3 +166,13 @@ class Rollout:
             done.append(completion)
             report(completion)
         return done
+
+
+def _work(requests: Sequence[Request], before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What an engine counted between two readings of its stats, while it answered `requests`; {} where it does not count so much."""
+    if "batch_samples" not in after:
+        return {}
+    out = {key: after[key] - before[key] for key in ("steps", "batch_samples", "prefill_tokens", "completions", "preemptions")}
+    out["queued"] = after["mean_queued_seconds"] * after["completions"] - before["mean_queued_seconds"] * before["completions"]
+    return {**out, "prompt_tokens": sum(len(r.prompt_ids) * r.samples for r in requests), "longest": after["longest_seconds"],
+            "kv_use": after["kv_blocks_most"] / after["kv_blocks_total"]}

@@ -28,6 +28,7 @@ def generate(run: Run, batch: Batch) -> None:
         requests = [Request(g, run.rows[row].prompt_ids, run.sampling(), c.samples_per_prompt, (seed, batch.step, g))
                     for g, row in enumerate(batch.rows)]
         batch.samples = [make_sample(run, done, batch.rows[done.request_id]) for done in run.rollout.generate(requests)]
+        batch.metrics |= run.rollout.metrics()
     lengths = [s.response_length for s in batch.samples]
     batch.metrics["response/length_mean"] = sum(lengths) / len(lengths)
     batch.metrics["response/length_max"] = float(max(lengths))

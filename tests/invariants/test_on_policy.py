@@ -21,6 +21,9 @@ def test_every_step_starts_on_policy(tmp_path: Path, world: int, overrides: list
     for row in rows:
         assert row["actor/ratio_max_deviation"] < 1e-4 and row["actor/log_prob_gap_max"] < 1e-3 and abs(row["actor/kl_to_old"]) < 1e-6
         assert row["weights/version"] == row["step"] and row["sync/bytes"] > 0
+        assert row["engine/prefix_hit_rate"] == 0.75, "a group of four computes its prompt once"
+        assert 0 < row["engine/kv_use_max"] <= 1 <= row["engine/batch_size_mean"] <= 16 and row["engine/preemptions"] == 0
+        assert 0 <= row["engine/queued_seconds"] <= row["engine/longest_sample_seconds"] <= row["time/rollout_s"]
 
 
 def disturbed(config: str, overrides: list[str], what: str, rank: int) -> str:

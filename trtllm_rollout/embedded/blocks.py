@@ -27,6 +27,7 @@ class BlockPool:
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._nodes = ROOT
         self.looked_up = self.found = 0  # tokens
+        self.most = 0  # blocks held at once, since the cache was reset
 
     @property
     def available(self) -> int:
@@ -50,6 +51,7 @@ class BlockPool:
         blocks = [heapq.heappop(self._free) for _ in range(count)]
         for block in blocks:
             self._holders[block] = 1
+        self.most = max(self.most, self.used)
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -101,6 +103,7 @@ class BlockPool:
         for block in list(self._key):
             self._forget(block)
         self.looked_up = self.found = 0
+        self.most = self.used
 
     def _forget(self, block: int) -> None:
         del self._chain[self._key.pop(block)]

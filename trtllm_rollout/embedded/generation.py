@@ -57,7 +57,7 @@ class Generation:
         """What runs, waits and is held now."""
         pool = self._scheduler.pool
         return {"running_samples": self._scheduler.running, "waiting_samples": sum(g.waiting for g in self._scheduler.groups),
-                "held_prompts": len(self._after), "kv_blocks_used": pool.used, "kv_blocks_total": pool.count,
+                "held_prompts": len(self._after), "kv_blocks_used": pool.used, "kv_blocks_most": pool.most, "kv_blocks_total": pool.count,
                 "prefix_hit_rate": pool.found / pool.looked_up if pool.looked_up else 0.0, "preemptions": self._scheduler.preemptions}
 
     def request_ids(self) -> set[int]:
