@@ -10,6 +10,7 @@ which are chosen such that lengths have a mean of 40/128 of --max-tokens; transf
 fixed work again, so its ragged rate counts the useful tokens over that time. vLLM gets those lengths, a request a sample. The engine also returns log-probs, transformers is not
 asked for them. The ceiling is one pass of the weights per generated token at the rate of a large product, prompts not counted.
 `prefix_hit_rate` is the share of all samples' prompt tokens that were not computed, because a sample of the same prompt had been before.
+`sleep_gives_back` is the share of the engine's resident memory that its sleep returns; `wake_sync_first_token_seconds` runs from there on.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from benchmarks._rollout_work import (
     random_prompts,
     run_engine,
 )
+from benchmarks._sleep import resident, sleep_figures
 from mcore_rl.prompts import read_prompts
 from mcore_rl.tokens import load_tokenizer
 from parallel.device import prepare_dtype, prepare_megatron, select_device
@@ -72,11 +74,14 @@ def measure(options: list[str]) -> Figures | None:
         return {**found, "batch": a.batch, "prompt_tokens": a.prompt_tokens, "max_tokens": a.max_tokens, **head}
     fixed = _work(a, model)
     batch = min(len(fixed.lengths), a.max_batch_size or len(fixed.lengths))
+    gemm_flops(dtype, device.torch)  # what the libraries keep for themselves from here on is not the engine's
+    before = resident(device.torch)
     engine = engine_for(model, dtype, device.torch, batch, fixed.longest_prompt + a.max_tokens, fill)
     figures, works = _engine_figures(engine, fixed, a)
-    figures |= _beside(figures, works, a, dtype, device.torch, model)
     if a.profile:
         _profile(engine, fixed, device.torch)
+    figures |= sleep_figures(engine, model, fixed, before, device.torch)
+    figures |= _beside(figures, works, a, dtype, device.torch, model)
     return {**figures, "max_batch_size": batch, **head}
 
 

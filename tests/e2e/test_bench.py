@@ -34,7 +34,8 @@ KEYS = {
                 "train", "rollout", "procs", "dtype", "device"},
     "convert": {"bytes", "seconds", "gb_per_s", "plain_copy_gb_per_s", "of_plain_copy", "plain_copy_seconds", "peak_rss_growth_bytes"},
     "plan": {"rank", "seconds", "copies", "peak_rss_bytes"},  # of one rank
-    "rollout": {"tokens", "seconds", "tokens_per_s", "hf_seconds", "hf_tokens_per_s", "times_hf", "prefix_hit_rate", "phases", "ragged_tokens",
+    "rollout": {"tokens", "seconds", "tokens_per_s", "hf_seconds", "hf_tokens_per_s", "times_hf", "prefix_hit_rate", "phases",
+                "engine_bytes", "sleep_gives_back", "wake_seconds", "sync_seconds", "first_token_seconds", "wake_sync_first_token_seconds", "ragged_tokens",
                 "ragged_seconds", "ragged_tokens_per_s", "ragged_prefix_hit_rate", "ragged_phases", "ragged_of_fixed", "ragged_mean", "ragged_max", "ragged_hf_tokens_per_s", "ragged_times_hf", "gemm_gflops",
                 "ceiling_tokens_per_s", "of_ceiling", "rival", "rival_tokens_per_s", "times_rival", "ragged_rival_tokens_per_s", "ragged_times_rival",
                 "prompts", "samples", "max_tokens", "prompt_tokens_mean", "max_batch_size", "dtype", "device", "threads"},
