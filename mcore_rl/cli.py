@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _execute(arguments: argparse.Namespace) -> int:
     from mcore_rl.gates import OffPolicy
     from parallel.errors import UserError
+    from trtllm_rollout.protocol import EngineRefuses
 
     try:
         return int(importlib.import_module(f"mcore_rl.commands.{arguments.command}").execute(arguments))
@@ -54,6 +55,8 @@ def _execute(arguments: argparse.Namespace) -> int:
         return _say(f"mcore-rl: error: {error}", 2)
     except OffPolicy as error:
         return _say(f"mcore-rl: stopped: {error}", 3)
+    except EngineRefuses as error:
+        return _say(f"mcore-rl: stopped: {error}", 1)
     except KeyboardInterrupt:
         return _say("mcore-rl: interrupted", 130)
 

@@ -58,7 +58,9 @@ def _prompt(source: str, index: int, row: Any, name: str, tokenizer: Any, chat: 
 
 def _lines(source: str) -> Iterator[dict[str, Any]]:
     try:
-        lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(source).read_text(encoding="utf-8-sig").split("\n")  # a form feed or U+2028 ends no prompt
+    except OSError as error:
+        raise UserError(f"--prompts {source} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise UserError(f"--prompts {source} cannot be read as UTF-8 text: {error}") from None
     yield from ({"prompt": line} for line in lines if line.strip())

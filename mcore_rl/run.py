@@ -134,6 +134,8 @@ def optimizer_options(config: Config) -> OptimizerConfig:
     values = asdict(config.actor.optimizer)
     if values["schedule"] != "constant":
         values["decay_steps"] = values["decay_steps"] or config.total_updates
+    if config.run.only is not None:  # no step is taken: a warm-up longer than the run is no fault
+        values["warmup_steps"] = 0
     return OptimizerConfig(**values)
 
 

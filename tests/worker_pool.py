@@ -48,12 +48,15 @@ def _worker(connection: Connection) -> None:
 
 
 def _leave_world(dist: Any) -> None:
+    """Destroy the world's groups, and let go of them: one that is still referred to keeps its three threads."""
+    import gc
     import sys
 
     if "megatron.core.parallel_state" in sys.modules:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def _start() -> None:

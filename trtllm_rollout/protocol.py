@@ -13,7 +13,6 @@ On tensor-parallel ranks every rank makes the same calls in the same order and r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,9 +27,16 @@ class EngineRefuses(RuntimeError):
     """The engine will not generate: nothing committed, asleep, or weights that are not what was committed."""
 
 
-def _whole(name: str, value: Any, least: int, what: str) -> None:
+MOST = 1 << 31  # of whole numbers: arrays hold 64 bits, and no vocabulary or answer is longer
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5  # beyond, logits / temperature leave fp32 and the weights would be blamed for it
+STRONGEST_PENALTY = 100.0  # likewise
+
+
+def _whole(name: str, value: Any, least: int, what: str, most: int | None = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least}{what}")
+    if most is not None and value > most:
+        raise UserError(f"{name} is {value}; it must be at most {most}{what}")
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,19 @@ class SamplingParams:
     prompt_log_probs: bool = field(default=False, metadata={"help": "report the log-probs of the prompt's own tokens"})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.temperature, (int, float)) or not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or a positive number")
+        temperature, repetition, presence = self.temperature, self.repetition_penalty, self.presence_penalty
+        if not isinstance(temperature, (int, float)) or temperature != 0 and not SMALLEST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE:
+            raise UserError(f"temperature is {temperature!r}; it must be 0 (greedy) or from {SMALLEST_TEMPERATURE} to {LARGEST_TEMPERATURE:g}")
         if not isinstance(self.top_p, (int, float)) or not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (1 keeps all tokens)")
         if not isinstance(self.min_p, (int, float)) or not 0 <= self.min_p <= 1:
             raise UserError(f"min_p is {self.min_p!r}; it must be between 0 (keeps all tokens) and 1")
-        if not isinstance(self.repetition_penalty, (int, float)) or not 0 < self.repetition_penalty < math.inf:
-            raise UserError(f"repetition_penalty is {self.repetition_penalty!r}; it must be a positive number (1 changes nothing)")
-        if not isinstance(self.presence_penalty, (int, float)) or not math.isfinite(self.presence_penalty):
-            raise UserError(f"presence_penalty is {self.presence_penalty!r}; it must be a finite number (0 changes nothing)")
+        if not isinstance(repetition, (int, float)) or not 1 / STRONGEST_PENALTY <= repetition <= STRONGEST_PENALTY:
+            raise UserError(f"repetition_penalty is {repetition!r}; it must be from {1 / STRONGEST_PENALTY} to {STRONGEST_PENALTY:g} "
+                            "(1 changes nothing)")
+        if not isinstance(presence, (int, float)) or not -STRONGEST_PENALTY <= presence <= STRONGEST_PENALTY:
+            raise UserError(f"presence_penalty is {presence!r}; it must be from -{STRONGEST_PENALTY:g} to {STRONGEST_PENALTY:g} "
+                            "(0 changes nothing)")
         _whole("top_k", self.top_k, 0, " (0 keeps all tokens)")
         _whole("max_tokens", self.max_tokens, 1, "")
         _whole("min_tokens", self.min_tokens, 0, "")
@@ -102,7 +111,7 @@ class Request:
             raise UserError(f"request {self.request_id}: the prompt is empty; give at least one token (a bos token will do)")
         _whole(f"request {self.request_id}: samples", self.samples, 1, "")
         for part in self.stream:
-            _whole(f"request {self.request_id}: a part of the random stream", part, 0, "")
+            _whole(f"request {self.request_id}: a part of the random stream", part, 0, "", None)
 
 
 @dataclass(frozen=True)

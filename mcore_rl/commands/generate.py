@@ -95,7 +95,7 @@ def _generate(arguments: argparse.Namespace, sampling: SamplingParams, world: Wo
     if world.rank != 0:
         return
     seconds = time.perf_counter() - started
-    with open(arguments.out, "w") if arguments.out else contextlib.nullcontext(sys.stdout) as out:
+    with open(arguments.out, "w", encoding="utf-8") if arguments.out else contextlib.nullcontext(sys.stdout) as out:
         for d in done:
             out.write(json.dumps(_line(arguments, tokenizer, prompts[d.request_id], d), ensure_ascii=False) + "\n")
     if arguments.out:

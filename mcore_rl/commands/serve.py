@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -51,8 +52,8 @@ def execute(arguments: argparse.Namespace) -> int:
     for option in ("tp", "max_batch_size"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option.replace('_', '-')} is {getattr(arguments, option)}; it must be at least 1")
-    if arguments.kv_cache_gb is not None and not arguments.kv_cache_gb > 0:
-        raise UserError(f"--kv-cache-gb is {arguments.kv_cache_gb}; it must be more than 0")
+    if arguments.kv_cache_gb is not None and not 0 < arguments.kv_cache_gb < math.inf:
+        raise UserError(f"--kv-cache-gb is {arguments.kv_cache_gb}; it must be more than 0, and finite")
     ranks = read_environment().world_size
     if arguments.tp > 1 and ranks == 1:
         return run_local(arguments.tp, sys.argv[1:])

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -51,7 +52,7 @@ def make_app(worker: EngineWorker, serving: Serving, api_key: str | None = None,
                 Route("/v1/chat/completions", routes.chat, methods=["POST"])],
         middleware=[Middleware(_Guard, key=api_key, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, BadRequest: _bad_request, Stopped: _unavailable, EngineRefuses: _unavailable,
-                            Exception: _internal})
+                            ClientDisconnect: _gone, Exception: _internal})
 
 
 class _Guard:
@@ -90,6 +91,10 @@ def _bad_request(request: HttpRequest, error: Exception) -> Response:
 
 def _unavailable(request: HttpRequest, error: Exception) -> Response:
     return _Json(error_object(str(error), "service_unavailable"), 503)
+
+
+def _gone(request: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=499)  # before its request was whole; nobody reads it
 
 
 def _internal(request: HttpRequest, error: Exception) -> Response:

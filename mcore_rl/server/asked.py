@@ -6,6 +6,7 @@ Source of names and defaults: https://platform.openai.com/docs/api-reference (co
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ def _sampling(fields: Fields, serving: Serving, longest: int, log_probs: int | N
     if values.get("top_k") == -1:  # vLLM's "all"
         values["top_k"] = 0
     stop_ids = fields.raw("stop_token_ids") or []
-    if not isinstance(stop_ids, list):
+    if not isinstance(stop_ids, list) or not all(_is_id(i) for i in stop_ids):
         raise BadRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
     ends = () if fields.flag("ignore_eos") else serving.stop_ids
     try:
@@ -233,12 +234,18 @@ def _chat_prompt(fields: Fields, serving: Serving) -> tuple[int, ...]:
     if not serving.tokenizer.chat_template:
         raise BadRequest(f"the tokenizer of {serving.name!r} has no chat template; use /v1/completions", "messages")
     options = fields.raw("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or set(options) & {"tokenize", "tools", "add_generation_prompt", "return_dict", "conversation", "messages"}:
+    # a template of the client's, above all, would be a program of its own
+    taken = {"messages", *inspect.signature(serving.tokenizer.apply_chat_template).parameters}
+    if not isinstance(options, dict) or set(options) & taken:
         raise BadRequest("chat_template_kwargs must be an object with variables of the chat template", "chat_template_kwargs")
     try:
         text = render_chat(serving.tokenizer, [{**m, "content": _content(m.get("content"))} for m in messages], **options)
     except BadRow as error:
         raise BadRequest(str(error), "messages") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("the messages are not valid Unicode text", "messages") from None
     return tuple(serving.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trtllm_rollout.embedded.stop_strings import completed_at
+
 INCOMPLETE = "\ufffd"  # what decoding gives for the first bytes of a character
 
 
@@ -13,8 +15,7 @@ def visible(tokenizer: Any, ids: Sequence[int], stop_reason: int | str | None) -
     text = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     if not isinstance(stop_reason, str):
         return text
-    before = len(tokenizer.decode(list(ids[:-1]), skip_special_tokens=True))  # an occurrence that min_tokens passed over ends in it
-    at = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
+    at = completed_at(stop_reason, text, str(tokenizer.decode(list(ids[:-1]), skip_special_tokens=True)))
     return text if at < 0 else text[:at]
 
 

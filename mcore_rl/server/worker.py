@@ -58,6 +58,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._inbox: list[_Submit | int] = []  # an int: the id of a request to abort
         self._open: dict[int, _Open] = {}
+        self._taken: list[_Submit | int] = []
         self._next_id = 0
         self._pauses = 0
         self._stepping = self._stopping = False
@@ -86,6 +87,7 @@ class EngineWorker:
         Then `deliver` gets every Progress and Completion of theirs, or one exception and nothing after it.
         """
         message = _Submit(requests, deliver)
+        message.accepted.set_running_or_notify_cancel()  # a caller that is cancelled while it waits cannot cancel this: the worker will set it
         with self._changed:
             if self._stopping or self.failure is not None:
                 raise Stopped("the engine's worker has stopped" + (f": {self.failure!r}" if self.failure else ""))
@@ -157,6 +159,9 @@ class EngineWorker:
         except BaseException as error:  # noqa: BLE001 (whoever waits must hear of it)
             logger.exception("the engine's worker died")
             self.failure = error
+            for message in self._taken:  # heard, and not answered yet
+                if isinstance(message, _Submit) and not message.accepted.done():
+                    message.accepted.set_exception(Stopped(f"the engine's worker died: {error!r}"))
             self._fail(Stopped(f"the engine's worker died: {error!r}"))
             self.on_failure()
 
@@ -169,9 +174,9 @@ class EngineWorker:
                     break
             if self._stopping:
                 return None
-            inbox, self._inbox = self._inbox, []
+            self._taken, self._inbox = self._inbox, []
             self._stepping = True
-            return inbox
+            return self._taken
 
     def _turn(self, inbox: Sequence[_Submit | int]) -> None:
         """One iteration: everything that arrived, then a step of the engine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mcore_rl.server.worker import EngineWorker, follow
 from tests.e2e.processes import ROOT
@@ -36,6 +38,16 @@ def model(tmp_path_factory: Any) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_weights_that_give_no_numbers_end_generate_with_one_line(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "broken")
+    tensors = load_file(tmp_path / "broken" / "model.safetensors")
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"] * float("nan")}, tmp_path / "broken" / "model.safetensors",
+              {"format": "pt"})
+    (tmp_path / "prompts.txt").write_text("1+1=")
+    [(code, _, said)] = many(["generate", f"{tmp_path}/broken", "--prompts", f"{tmp_path}/prompts.txt", "--max-tokens", "6"])
+    assert code == 1 and "Traceback" not in said and "logits of weights version 0 are not finite" in said.splitlines()[-1]
 
 
 def test_generate_takes_every_kind_of_model_and_reports_what_is_asked_for(model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def test_prompts_are_found_in_every_form(tmp_path: Path) -> None:
         found = read_prompts(str(tmp_path / name), tokenizer)
         assert [(p.text, p.ids) for p in found] == [("ab", (4, 5)), ("c", (6,))]
         assert read_prompts(str(tmp_path / name), tokenizer, limit=1) == found[:1]
+    (tmp_path / "feed.txt").write_text("ab\x0cc\n")
+    assert [p.text for p in read_prompts(str(tmp_path / "feed.txt"), character_tokenizer("abc\x0c"))] == ["ab\x0cc"], "only a line feed ends a prompt"
     chat = read_prompts(str(tmp_path / "lines.txt"), tokenizer, chat=True, system="b")
     assert [p.ids for p in chat] == [tuple(tokenizer(text)["input_ids"]) for text in ("sbxaba", "sbxca")]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "ab"}]}))

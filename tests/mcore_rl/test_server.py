@@ -228,6 +228,12 @@ def test_bad_input_is_refused_in_openais_form(behind: Behind) -> None:
         ("/completions", [], 400, "object"), ("/chat/completions", {**chat, "messages": []}, 400, "messages"),
         ("/chat/completions", {**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("/chat/completions", {**chat, "top_logprobs": 2}, 400, "logprobs: true"), ("/chat/completions", {**chat, "prompt": "a"}, 400, "prompt"),
+        ("/chat/completions", {**chat, "messages": [{"role": "user", "content": "\ud800"}]}, 400, "Unicode"),
+        *(("/chat/completions", {**chat, "chat_template_kwargs": {name: value}}, 400, "chat_template_kwargs") for name, value in
+          {"chat_template": "{{ 1 }}", "continue_final_message": True, "return_dict": True, "return_assistant_tokens_mask": True}.items()),
+        ("/completions", {**prompt, "stop_token_ids": [[1]]}, 400, "stop_token_ids"), ("/completions", {**prompt, "top_k": 1 << 63}, 400, "top_k"),
+        ("/completions", {**prompt, "stop_token_ids": [1 << 63]}, 400, "stop token"), ("/completions", {**prompt, "temperature": 1e-40}, 400, "temp"),
+        ("/completions", {**prompt, "presence_penalty": 10 ** 400}, 400, "presence_penalty"),
         ("/chat/completions", {**chat, "max_tokens": 3, "max_completion_tokens": 4}, 400, "differ"), ("/nothing", prompt, 404, "/v1/nothing")]
     for path, body, status, word in cases:
         found, answer = behind.post(path, json.dumps(body).encode())
@@ -351,6 +357,16 @@ def test_a_server_in_the_foreground_ends_with_its_engine() -> None:
     assert not running.is_alive() and "no room" in repr(said[0].__cause__)
 
 
+def test_a_request_at_which_the_worker_dies_is_told_so() -> None:
+    tokenizer = make_tokenizer()
+    engine = FakeEngine(tokenizer, len(tokenizer))
+    engine.submit = lambda requests: 1 / 0  # type: ignore[assignment, method-assign]
+    worker = EngineWorker(engine)
+    worker.start()
+    with pytest.raises(Stopped, match="ZeroDivisionError"):
+        worker.submit([Request(worker.ids(1)[0], (4,))], lambda event: None).result(timeout=30)
+
+
 def test_stopping_ends_what_is_under_way_and_leaves_the_engine_clean() -> None:
     tokenizer = make_tokenizer()
     engine = FakeEngine(tokenizer, len(tokenizer))
@@ -372,6 +388,18 @@ def test_stopping_ends_what_is_under_way_and_leaves_the_engine_clean() -> None:
         worker.generate([Request(0, (5,))])
 
 
+def test_a_caller_that_is_cancelled_while_it_waits_does_not_take_the_worker_along() -> None:
+    tokenizer = make_tokenizer()
+    worker = EngineWorker(FakeEngine(tokenizer, len(tokenizer)))
+    worker.start()
+    with worker.paused():
+        accepted = worker.submit([Request(i, (5,), SamplingParams(max_tokens=2)) for i in worker.ids(1)], lambda event: None)
+        accepted.cancel()  # as asyncio does for a connection whose task is ended
+    assert len(worker.generate([Request(0, (5,), SamplingParams(max_tokens=2))])) == 1 and worker.failure is None
+    worker.stop()
+    assert worker.failure is None
+
+
 def byte_tokenizer() -> Any:
     """One id a byte: characters come in pieces."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -390,6 +418,11 @@ def test_text_never_shows_half_a_character_nor_half_a_stop_string() -> None:
     whole = visible(tokenizer, ids, "STOP")
     assert whole == "naïve 漢字 🙂 end " and "\ufffd" not in "".join(pieces)
     assert "".join(pieces) + stream.finish(whole) == whole and sum(map(bool, pieces)) > 10
+    for answer, stop in (("a 🙂", "🙂"), ("a 語🙂", "語🙂")):
+        ids = tokenizer(answer)["input_ids"]
+        ending, before = TextStream(tokenizer, (stop,)), answer.removesuffix(stop)
+        assert visible(tokenizer, ids, stop) == before, "its last byte completed it"
+        assert "".join(ending.add([i]) for i in ids) + ending.finish(before) == before
     passed, ids = TextStream(tokenizer, ("b",)), tokenizer("abc")["input_ids"]
     assert [passed.add([i]) for i in ids] == ["a", "", "bc"], "it did not end the sample, so min_tokens passed it over"
     broken, ids = TextStream(tokenizer), tokenizer(text)["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -155,11 +156,29 @@ def test_all_slots_come_back_after_random_mixes_with_aborts(directory: Path) -> 
     (lambda: SamplingParams(top_k=-1), ["top_k is -1"]),
     (lambda: SamplingParams(max_tokens=0), ["max_tokens is 0"]),
     (lambda: SamplingParams(stop_token_ids=(-2,)), ["stop token id is -2"]),
+    # numbers that arrays do not hold, and those under which the logits of good weights are no numbers any more
+    (lambda: SamplingParams(top_k=1 << 63), ["top_k is 9223372036854775808", "at most"]),
+    (lambda: SamplingParams(stop_token_ids=(1 << 63,)), ["stop token id is", "at most"]),
+    (lambda: SamplingParams(temperature=1e-40), ["temperature is 1e-40", "1e-05"]),
+    (lambda: SamplingParams(temperature=10 ** 400), ["temperature is 1000", "100000"]),
+    (lambda: SamplingParams(repetition_penalty=1e-40), ["repetition_penalty is 1e-40", "0.01 to 100"]),
+    (lambda: SamplingParams(presence_penalty=-1e39), ["presence_penalty is -1e+39", "-100 to 100"]),
+    (lambda: SamplingParams(presence_penalty=10 ** 400), ["presence_penalty is 1000"]),
 ])
 def test_requests_that_make_no_sense_are_refused(make: object, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         make()  # type: ignore[operator]
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("sampling", [
+    dict(temperature=1e-5), dict(temperature=1e5), dict(temperature=1e-5, repetition_penalty=0.01), dict(temperature=1e-5, presence_penalty=-100),
+    dict(temperature=1e5, repetition_penalty=100, presence_penalty=100), dict(top_k=1 << 31, stop_token_ids=(1 << 31,), top_log_probs=1 << 31)])
+def test_the_most_extreme_settings_that_are_taken_leave_the_engine_serving(sampling: dict[str, float], directory: Path) -> None:
+    engine = make_engine(directory)
+    (done,) = engine.generate(requests([(5, 6, 7)], max_tokens=5, **sampling))
+    assert len(done.token_ids) == 5 and all(math.isfinite(p) for p in (*done.log_probs, *done.raw_log_probs, *done.sampled_log_probs))
+    assert engine.generate(requests([(5, 6, 7)], max_tokens=2)), "one request's settings are nothing that others suffer from"
 
 
 def test_requests_that_do_not_fit_the_engine_are_refused_with_the_numbers(directory: Path) -> None:

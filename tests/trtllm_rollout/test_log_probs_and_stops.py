@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from parallel.errors import UserError
 from tests.models import reference_logits, write_model
 from tests.trtllm_rollout.engines import greedy_reference, make_engine, prompts, requests
 from tests.worker_pool import run_ranks
+from trtllm_rollout.embedded.stop_strings import met_stop
 from trtllm_rollout.protocol import Completion, Progress, Request, SamplingParams
 
 PROMPT = (9, 8, 7, 40, 9)
@@ -107,6 +109,31 @@ def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(directory:
     assert len(done.token_ids) >= at + 2, "min_tokens holds for strings too"
     with pytest.raises(UserError, match="stop strings.*tokenizer"):
         make_engine(directory).generate(requests([PROMPT], stop=("x",)))
+
+
+def test_a_stop_string_that_came_before_min_tokens_ends_nothing_later(directory: Path) -> None:
+    engine = make_engine(directory, detokenize=text)
+    ids = engine.generate(requests([PROMPT], temperature=3.0, max_tokens=12))[0].token_ids
+    assert len(set(ids)) == len(ids), "no token comes twice, so the stop string below does neither"
+    early = engine.generate(requests([PROMPT], temperature=3.0, max_tokens=12, stop=(text(ids[1:3]),), min_tokens=5))[0]
+    assert (early.token_ids, early.finish_reason) == (ids, "length"), "its last token was the third"
+    at = engine.generate(requests([PROMPT], temperature=3.0, max_tokens=12, stop=(text(ids[3:5]),), min_tokens=5))[0]
+    assert (at.token_ids, at.stop_reason) == (ids[:5], text(ids[3:5]))
+
+
+def test_a_stop_string_is_found_however_many_tokens_its_characters_take() -> None:
+    """Bytes as tokens, and a last token that alone is longer than the stop string."""
+    words = [*(bytes([b]) for b in range(256)), b"c and much more than the stop string is long"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(words[i] for i in ids).decode("utf-8", "replace")
+
+    birds = 6 * "\N{PARROT}"
+    for answer, stop in (([*f"ab{birds}".encode(), 256], f"b{birds}c"), ([*birds.encode()], "\N{PARROT}")):
+        holds = [stop in decode(answer[:n]) for n in range(1, len(answer) + 1)]
+        met = [met_stop(answer[:n], (stop,), decode) == stop for n in range(1, len(answer) + 1)]
+        first = holds.index(True)
+        assert met[:first + 1] == holds[:first + 1], (answer, stop)
 
 
 def test_no_stop_id_comes_before_min_tokens_and_the_one_that_ends_it_is_named(directory: Path) -> None:

@@ -126,6 +126,14 @@ def test_a_shared_beginning_is_computed_once_also_by_prompts_of_one_step() -> No
     assert [(c.start, c.stop) for c in again.step().chunks] == [(0, 21)] * 3
 
 
+def test_a_prompt_that_waits_for_blocks_counts_as_looked_up_once() -> None:
+    simulation = Simulation(8, batch=4, budget=40)
+    simulation.add(request(0, 9, 10, begin=8), request(1, 21, 2, begin=8))
+    simulation.run()
+    assert len(simulation.steps) > 10, "the second waited for the first to end"
+    assert (simulation.scheduler.pool.looked_up, simulation.scheduler.pool.found) == (9 + 21, 8)
+
+
 def test_smaller_priorities_go_first_and_equal_ones_in_order_of_arrival() -> None:
     simulation = Simulation(64, batch=1, budget=100)
     simulation.add(request(0, 3, 2), request(1, 3, 2, priority=1), request(2, 3, 2), request(3, 3, 2, priority=-1))

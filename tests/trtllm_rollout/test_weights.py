@@ -150,6 +150,20 @@ def test_sleep_frees_storage_and_weights_that_slept_must_be_written_again(direct
         engine.sleep(["kvcache"])
 
 
+def test_one_tag_is_as_good_as_a_list_of_it(directory: Path) -> None:
+    engine = make_engine(directory)
+    held = engine.stats()["weights_bytes"]
+    engine.sleep("weights")
+    assert engine.stats()["weights_bytes"] == 0
+    with pytest.raises(EngineRefuses, match="asleep"):
+        engine.weights()
+    engine.wake("weights")
+    assert engine.stats()["weights_bytes"] == held
+    load(engine, directory)
+    engine.commit(2)
+    assert engine.generate(requests([(5, 6)], max_tokens=2))
+
+
 def test_weights_that_give_no_numbers_are_refused_and_leave_nothing_behind(directory: Path) -> None:
     engine = make_engine(directory)
     short = requests([(5, 6)], temperature=0, max_tokens=8)

@@ -62,7 +62,7 @@ def choose_all(heads: Sequence[Heads], device: torch.device) -> list[Attend]:
     """The backend of every layer; each distinct choice is logged once."""
     chosen = [choose(h, device) for h in heads]
     for name, why in dict.fromkeys(chosen):
-        logging.getLogger(__name__).info("attention backend %s for %d of %d layers: %s", name, chosen.count((name, why)), len(chosen), why)
+        logging.getLogger(__name__).debug("attention backend %s for %d of %d layers: %s", name, chosen.count((name, why)), len(chosen), why)
     return [BACKENDS[name] for name, _ in chosen]
 
 

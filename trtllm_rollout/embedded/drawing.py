@@ -45,7 +45,7 @@ class Drawer:
 
     def draw(self, draws: Sequence[Draw], rows: np.ndarray, sequences: Sequences) -> Drawn:
         """One token for each of `draws`, whose settings are in `rows` of `sequences`."""
-        wide = max(draw.sample.group.request.sampling.top_log_probs for draw in draws)
+        wide = min(self._vocab_size, max(draw.sample.group.request.sampling.top_log_probs for draw in draws))
         drawn = torch.zeros(len(draws), 1 + KINDS + 2 * wide, dtype=torch.float64, device=self._device)
         for chosen, logits, row_of in self._slices(draws):
             if logits is not None:

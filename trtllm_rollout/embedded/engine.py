@@ -167,7 +167,7 @@ class EmbeddedEngine:
         return sorted(self.stream(), key=lambda c: (order[c.request_id], c.sample))
 
     def sleep(self, tags: Sequence[str]) -> None:
-        _check_tags(tags)
+        tags = _checked_tags(tags)
         if self._work.busy:
             raise EngineRefuses("engine: sleep while submitted work is unfinished; read stream() to its end, or abort, first")
         self._asleep.update(tags)
@@ -182,7 +182,7 @@ class EmbeddedEngine:
         give_back_freed()
 
     def wake(self, tags: Sequence[str]) -> None:
-        _check_tags(tags)
+        tags = _checked_tags(tags)
         if "weights" in tags and "weights" in self._asleep:
             for tensor in self._weights.values():
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
@@ -257,9 +257,12 @@ class EmbeddedEngine:
         return values
 
 
-def _check_tags(tags: Sequence[str]) -> None:
-    for tag in [tags] if isinstance(tags, str) else tags:
+def _checked_tags(tags: Sequence[str]) -> list[str]:
+    """A single tag is as good as a list of it."""
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    for tag in tags:
         if tag not in TAGS:
             close = nearest(tag, TAGS)
             hint = f", did you mean {close!r}?" if close else ""
             raise UserError(f"engine sleep/wake: unknown tag {tag!r}{hint}; allowed: a list of {', '.join(TAGS)}")
+    return tags

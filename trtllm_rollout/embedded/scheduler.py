@@ -212,12 +212,14 @@ class Scheduler:
         """Hold the blocks of a prompt; what the prefix cache has of it counts as computed. False where there are not enough."""
         ids = group.request.prompt_ids
         total = self.pool.blocks_for(len(ids))
+        counted = self.pool.looked_up, self.pool.found
         found, node = self.pool.lookup(ids) if not group.request.sampling.prompt_log_probs else ([], ROOT)
         blocks = None
         if self._room(group, total - len(found) + 1):
             blocks = self.pool.take(total - len(found))
         if blocks is None:
             self.pool.release(found)
+            self.pool.looked_up, self.pool.found = counted  # it is looked up again, every step, until there is room
             return False
         group.blocks, group.computed, group.node = found + blocks, len(found) * self.pool.block_size, node
         return True

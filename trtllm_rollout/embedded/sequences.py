@@ -71,7 +71,9 @@ class Sequences:
                 continue
             width = () if array.ndim == 1 else (max(array.shape[1], stops if name == "stops" else tokens), *array.shape[2:])
             if array.shape != (count, *width):
-                grown = np.full((count, *width), -1 if name == "stops" else 0, array.dtype)
+                grown = np.zeros((count, *width), array.dtype)  # of which only what is written takes memory
+                if name == "stops":
+                    grown -= 1
                 grown[tuple(slice(n) for n in array.shape)] = array
                 setattr(self, name, grown)
         self._free += range(have, count)
