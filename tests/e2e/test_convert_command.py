@@ -67,7 +67,7 @@ from checkpoint.torch_dist_writer import TorchDistWriter
 real = TorchDistWriter.write
 def write(self, *arguments):
     print("writing", flush=True)
-    time.sleep(0.2)
+    time.sleep(2)
     real(self, *arguments)
 TorchDistWriter.write = write
 from mcore_rl.cli import main
