@@ -16,8 +16,8 @@ from parallel.model_config import ModelConfig
 from resharding.checksum import verify
 from resharding.errors import WeightsError
 from resharding.layout import Layout
+from trtllm_rollout.checks import RankState, asleep, check_prompt, check_tags, disagreement
 from trtllm_rollout.driver.agreed import Ranks
-from trtllm_rollout.driver.checks import check_request, check_tags
 from trtllm_rollout.driver.outputs import completion, look_up
 from trtllm_rollout.driver.owner import Owner
 from trtllm_rollout.driver.sampling import CPP, Dialect, translate
@@ -115,7 +115,8 @@ class TensorRTEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         known = {request_id for request_id, _ in self._work}
         for request in requests:
-            check_request(request, self._model, self._max_seq_len, self._dialect)
+            check_prompt(request, self._model, self._max_seq_len)
+            translate(request, 0, self._dialect)  # refuses what this sampler cannot do
             if request.request_id in known:
                 raise UserError(f"request {request.request_id}: an unfinished request has this id already; ids must differ")
             known.add(request.request_id)
@@ -267,19 +268,17 @@ class TensorRTEngine:
 
     def _ready(self) -> None:
         """Agree over the ranks that all have the same version and work, and verify a new version once."""
-        states = self._ranks.gather((self._refusal, self._version, self._submitted, sorted(self._asleep), bool(self._work)))
-        if not any(s[4] for s in states):
+        states = self._ranks.gather(RankState(self._refusal, self._version, self._submitted, sorted(self._asleep), bool(self._work)))
+        if not any(s.busy for s in states):
             return
-        if refusals := [s[0] for s in states if s[0]]:
+        if refusals := [s.refusal for s in states if s.refusal]:
             self._abandon()
             raise EngineRefuses(f"engine: {refusals[0]}")
-        if asleep := [s[3] for s in states if s[3]]:
+        if why := asleep(states):
             self._abandon()
-            raise EngineRefuses(f"engine: {' and '.join(asleep[0])} asleep; wake first")
-        if any(s[1:3] != states[0][1:3] for s in states):
-            work = "differ" if len({s[2] for s in states}) > 1 else "equal"
-            self._refuse(f"ranks disagree: versions {[s[1] for s in states]}, requests {work}; every rank must commit the same version "
-                         "and submit the same requests")
+            raise EngineRefuses(f"engine: {why}")
+        if why := disagreement(states):
+            self._refuse(why)
         if not self._verified:
             self._verify()
 

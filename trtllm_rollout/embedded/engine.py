@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.errors import UserError, nearest
+from parallel.errors import UserError
 from parallel.model_config import ModelConfig
 from resharding.checksum import verify
 from resharding.errors import WeightsError
@@ -19,6 +19,7 @@ from resharding.layout import Layout
 from resharding.layouts import trtllm_layout
 from resharding.layouts.fp8 import fp8_layout, fp8_weights
 from resharding.piece_sums import PieceSums
+from trtllm_rollout.checks import RankState, asleep, check_tags, disagreement
 from trtllm_rollout.embedded.blocks import BlockPool
 from trtllm_rollout.embedded.decoder import Decoder, TensorParallel
 from trtllm_rollout.embedded.generation import Generation
@@ -27,8 +28,6 @@ from trtllm_rollout.embedded.limits import Limits
 from trtllm_rollout.embedded.memory import give_back_freed
 from trtllm_rollout.embedded.scheduler import Scheduler
 from trtllm_rollout.protocol import Completion, EngineRefuses, Progress, Request
-
-TAGS = ("kv_cache", "weights")
 
 
 class EmbeddedEngine:
@@ -167,7 +166,7 @@ class EmbeddedEngine:
         return sorted(self.stream(), key=lambda c: (order[c.request_id], c.sample))
 
     def sleep(self, tags: Sequence[str]) -> None:
-        tags = _checked_tags(tags)
+        tags = check_tags(tags)
         if self._work.busy:
             raise EngineRefuses("engine: sleep while submitted work is unfinished; read stream() to its end, or abort, first")
         self._asleep.update(tags)
@@ -182,7 +181,7 @@ class EmbeddedEngine:
         give_back_freed()
 
     def wake(self, tags: Sequence[str]) -> None:
-        tags = _checked_tags(tags)
+        tags = check_tags(tags)
         if "weights" in tags and "weights" in self._asleep:
             for tensor in self._weights.values():
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
@@ -210,20 +209,18 @@ class EmbeddedEngine:
 
     def _ready(self) -> None:
         """Agree over the group that every rank has the same version and work, and verify a new version once."""
-        states = self._gather((self._refusal, self._version, self._submitted, sorted(self._asleep), self._work.busy))
-        refusals = [f"tp rank {i}: {s[0]}" if len(states) > 1 else s[0] for i, s in enumerate(states) if s[0]]
-        if refusals and any(s[4] for s in states):
+        states = self._gather(RankState(self._refusal, self._version, self._submitted, sorted(self._asleep), self._work.busy))
+        refusals = [f"tp rank {i}: {s.refusal}" if len(states) > 1 else s.refusal for i, s in enumerate(states) if s.refusal]
+        if refusals and any(s.busy for s in states):
             self._refuse("; ".join(refusals))
         self._agreed = self._submitted
-        if not any(s[4] for s in states):
+        if not any(s.busy for s in states):
             return
-        if asleep := [s[3] for s in states if s[3]]:
+        if why := asleep(states):
             self._end_work()
-            raise EngineRefuses(f"engine: {' and '.join(asleep[0])} asleep; wake first")
-        if any(s[1:3] != states[0][1:3] for s in states):
-            work = "differ" if len({s[2] for s in states}) > 1 else "equal"
-            self._refuse(f"ranks disagree: versions {[s[1] for s in states]}, requests {work}; every rank must commit the same version "
-                         "and submit the same requests")
+            raise EngineRefuses(f"engine: {why}")
+        if why := disagreement(states):
+            self._refuse(why)
         if not self._verified:
             self._verify()
 
@@ -255,14 +252,3 @@ class EmbeddedEngine:
         values: list[Any] = [None] * self._parallel.size
         dist.all_gather_object(values, value, group=self._parallel.group)
         return values
-
-
-def _checked_tags(tags: Sequence[str]) -> list[str]:
-    """A single tag is as good as a list of it."""
-    tags = [tags] if isinstance(tags, str) else list(tags)
-    for tag in tags:
-        if tag not in TAGS:
-            close = nearest(tag, TAGS)
-            hint = f", did you mean {close!r}?" if close else ""
-            raise UserError(f"engine sleep/wake: unknown tag {tag!r}{hint}; allowed: a list of {', '.join(TAGS)}")
-    return tags

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
+from trtllm_rollout.checks import check_prompt
 from trtllm_rollout.embedded.blocks import BlockPool
 from trtllm_rollout.protocol import Request
 
@@ -40,16 +41,10 @@ class Limits:
     def check(self, request: Request, model: ModelConfig, pool: BlockPool) -> None:
         """Refuse a request that cannot be generated. Raises UserError with the numbers."""
         name, sampling = f"request {request.request_id}", request.sampling
-        count, more, vocab = len(request.prompt_ids), sampling.max_tokens, model.vocab_size
-        if count + more > self.max_seq_len:
-            raise UserError(f"{name}: {count} prompt tokens + max_tokens {more} = {count + more} exceed the engine's "
-                            f"{self.max_seq_len} (the model's max_position_embeddings: {model.max_position_embeddings}); "
-                            "shorten the prompt or lower max_tokens")
+        count, more = len(request.prompt_ids), sampling.max_tokens
+        check_prompt(request, model, self.max_seq_len)
         if (blocks := pool.blocks_for(count) + pool.blocks_for(more)) > pool.count:
             raise UserError(f"{name}: {count} prompt tokens and max_tokens {more} take {blocks} blocks of {pool.block_size}, and the KV cache has "
                             f"{pool.count}; shorten the prompt, lower max_tokens or raise kv_cache_bytes")
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):
-            if not 0 <= token < vocab:
-                raise UserError(f"{name}: prompt id {token} is outside the vocabulary of {vocab}; was it tokenized for another model?")
         if sampling.stop and not self.detokenizes:
             raise UserError(f"{name}: stop strings {list(sampling.stop)} need an engine with a tokenizer (detokenize); give stop_token_ids instead")
