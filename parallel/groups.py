@@ -40,8 +40,8 @@ def role_groups(parallel: ParallelConfig, seed: int) -> RoleGroups:
     from megatron.core.tensor_parallel import random as tp_random
 
     global _world
-    if _world is not dist.group.WORLD:  # a world that was left takes its groups with it
-        _cache.clear()
+    if _world is not dist.group.WORLD:
+        forget_groups()
         _world = dist.group.WORLD
     if (found := _cache.get(parallel)) is not None:
         return found
@@ -55,6 +55,17 @@ def role_groups(parallel: ParallelConfig, seed: int) -> RoleGroups:
     _restore(outer, outer_tracker)
     _cache[parallel] = groups
     return groups
+
+
+def forget_groups() -> None:
+    """Let go of the groups of a world that was left: gloo keeps three threads for each group that anything refers to."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+
+    global _world
+    _cache.clear()
+    _world = None
+    for rope in (RotaryEmbedding, YarnRotaryEmbedding):
+        rope.forward.cache_clear()  # its keys are modules of all models that ran, and those hold a group
 
 
 def _snapshot() -> dict[str, Any]:

@@ -54,6 +54,8 @@ def _leave_world(dist: Any) -> None:
 
     if "megatron.core.parallel_state" in sys.modules:
         sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+    if "parallel.groups" in sys.modules:
+        sys.modules["parallel.groups"].forget_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
