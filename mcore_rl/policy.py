@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.exchange import Exchange
-from parallel.micro_batch import MicroBatch, make_micro_batches, micro_batch_count
+from parallel.errors import UserError
+from parallel.micro_batch import MicroBatch, make_micro_batches
+from parallel.packing import SHARED_NEEDS_TORCH, Batching, plan_micro_batches
 from parallel.training import TrainingModel
 
+Masks = Sequence[Sequence[bool]] | None  # by sequence and token: which log-probs are wanted; None: all
 # (sample index, log-probs [tokens], entropy [tokens]) -> (loss, values to report)
 SampleLoss = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -24,42 +27,47 @@ class Policy:
     training: TrainingModel
     exchange: Exchange
     world_size: int
+    batching: Batching = Batching()
 
-    def _micro_batches(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int) -> list[MicroBatch]:
+    def __post_init__(self) -> None:
+        if self.batching.packing == "shared_prompt" and self.training.implementation == "te":
+            raise UserError(SHARED_NEEDS_TORCH)
+
+    def _micro_batches(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int, masks: Masks) -> list[MicroBatch]:
         """This data-parallel rank's share of the samples `chosen`, in micro-batches; their number is the same on all ranks."""
-        dp = self.training.parallel.dp(self.world_size)
-        count = micro_batch_count(-(-len(chosen) // dp), size, self.training.parallel)
-        mine = list(chosen)[self.training.at.dp::dp]
-        return make_micro_batches(sequences, mine, size, count, self.training.parallel, self.training.device.torch)
+        t = self.training
+        groups = plan_micro_batches(sequences, chosen, masks, size, self.batching, t.model, t.parallel, t.parallel.dp(self.world_size))
+        return make_micro_batches(sequences, groups[t.at.dp], t.parallel, self.batching.packing, masks, t.device.torch)
 
-    def log_probs(self, sequences: Sequence[Sequence[int]], size: int, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probs and entropies [tokens] of every sequence (entry 0, which has no context, is 0), on every rank."""
+    def log_probs(self, sequences: Sequence[Sequence[int]], size: int, temperature: float, masks: Masks = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probs and entropies [tokens] of every sequence, on every rank: 0 where `masks` is false and at entry 0, which has no context."""
 
         def collect(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            return log_probs.sum(), {i: (_full(log_probs[k], n), _full(entropy[k], n))
-                                     for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True))}
+            rows = zip(micro_batch.indices, micro_batch.split(log_probs), micro_batch.split(entropy), strict=True)
+            return log_probs.sum(), {i: (_full(a), _full(b)) for i, a, b in rows}
 
-        batches = self._micro_batches(sequences, range(len(sequences)), size)
+        batches = self._micro_batches(sequences, range(len(sequences)), size, masks)
         outputs = self.training.forward_backward(batches, collect, temperature, forward_only=True)
         mine = {i: (a.cpu(), b.cpu()) for output in outputs for i, (a, b) in output.items()} if self.training.is_output_rank else {}
         merged = self.exchange.merge(mine, len(sequences), "log-probs")
         return [a for a, _ in merged], [b for _, b in merged]
 
     def update(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int, temperature: float,
-               loss: SampleLoss) -> tuple[list[Tensor], float, float]:
+               loss: SampleLoss, masks: Masks = None) -> tuple[list[Tensor], float, float]:
         """One optimizer step on the samples `chosen`. Returns (reported values per chosen sample, gradient norm, learning rate).
 
-        `loss` weighs a sample's tokens by global counts, so the sum over samples is the loss whatever the split.
+        `loss` weighs a sample's tokens by global counts, so the sum over samples is the loss whatever the split. It gets log-probs and
+        entropies of 0 where `masks` is false.
         """
 
         def total(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
             value, reports = log_probs.sum() * 0.0, {}
-            for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True)):
-                one, reports[i] = loss(i, _full(log_probs[k], n), _full(entropy[k], n))
+            for i, a, b in zip(micro_batch.indices, micro_batch.split(log_probs), micro_batch.split(entropy), strict=True):
+                one, reports[i] = loss(i, _full(a), _full(b))
                 value = value + one
             return value, reports
 
-        outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size), total, temperature)
+        outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size, masks), total, temperature)
         position = {i: k for k, i in enumerate(chosen)}
         mine = {position[i]: v.cpu() for output in outputs for i, v in output.items()} if self.training.is_output_rank else {}
         reports = self.exchange.merge(mine, len(chosen), "update reports")
@@ -70,6 +78,6 @@ class Policy:
         return reports, grad_norm, lr
 
 
-def _full(row: Tensor, tokens: int) -> Tensor:
-    """Align [width - 1] predictions with the tokens they are about: [tokens], entry 0 is 0."""
-    return torch.cat([row.new_zeros(1), row[:tokens - 1]])
+def _full(row: Tensor) -> Tensor:
+    """Predictions [tokens - 1] aligned with the tokens they are about: [tokens], entry 0 is 0."""
+    return torch.cat([row.new_zeros(1), row])

@@ -26,6 +26,7 @@ from parallel.environment import Environment, exit_with_launcher, read_environme
 from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
+from parallel.packing import Batching
 from parallel.training import OptimizerConfig, TrainingModel, build
 from resharding.layouts import mcore_layout
 from trtllm_rollout.protocol import SamplingParams
@@ -120,13 +121,19 @@ def stop_ids(model: ModelConfig, tokenizer: Any) -> set[int]:
 
 
 def make_policy(world: World, model: ModelConfig, parallel: ParallelConfig, dtype: str, seed: int, weights: str | None,
-                optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto", role: str = "actor") -> Policy:
+                optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto", role: str = "actor",
+                batching: Batching = Batching()) -> Policy:
     """Build a role's model on all ranks and read its weights from a Hugging Face directory."""
     parallel.validate(world.size, model, role)
     training = build(model, parallel, dtype, world.device, world.rank, world.size, seed, optimizer, layer_implementation)
     if weights is not None:
         load_weights(training, weights, world)
-    return Policy(training, world.exchange, world.size)
+    return Policy(training, world.exchange, world.size, batching)
+
+
+def batching_options(config: Config) -> Batching:
+    """How sequences become micro-batches, of the actor and of the reference."""
+    return Batching(config.actor.packing, config.actor.max_tokens_per_micro_batch)
 
 
 def optimizer_options(config: Config) -> OptimizerConfig:

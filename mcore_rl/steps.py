@@ -63,7 +63,8 @@ def reward(run: Run, batch: Batch) -> None:
 def old_log_probs(run: Run, batch: Batch) -> None:
     """The trainer's log-probs of the sampled tokens, in a pass of their own, compared with the engine's."""
     c = run.config
-    log_probs, _ = run.actor.log_probs([s.token_ids for s in batch.samples], c.actor.log_prob_micro_batch_size, c.rollout.temperature)
+    ids, masks = [s.token_ids for s in batch.samples], [s.mask for s in batch.samples]
+    log_probs, _ = run.actor.log_probs(ids, c.actor.log_prob_micro_batch_size, c.rollout.temperature, masks)
     batch.put("old_log_probs", log_probs)
     _gap(batch)
     if c.rollout.replay is None:  # stored samples come from other weights
@@ -82,7 +83,8 @@ def _gap(batch: Batch) -> None:
 def reference_log_probs(run: Run, batch: Batch) -> None:
     """The frozen reference's log-probs of the sampled tokens."""
     c = run.config
-    log_probs, _ = run.reference.log_probs([s.token_ids for s in batch.samples], c.actor.log_prob_micro_batch_size, c.rollout.temperature)
+    ids, masks = [s.token_ids for s in batch.samples], [s.mask for s in batch.samples]
+    log_probs, _ = run.reference.log_probs(ids, c.actor.log_prob_micro_batch_size, c.rollout.temperature, masks)
     batch.put("reference_log_probs", log_probs)
 
 
@@ -153,7 +155,8 @@ def _update_once(run: Run, batch: Batch, chosen: list[int]) -> tuple[list[Tensor
             report = torch.stack([total, mask.sum(), k3.sum(), deviation, entropy[mask].sum(), clipped[mask].sum(), kl[mask].sum()])
         return total, report.detach()
 
-    return run.actor.update([s.token_ids for s in samples], chosen, run.config.actor.micro_batch_size, run.config.rollout.temperature, loss)
+    wanted = [masks[i].tolist() if i in masks else [] for i in range(len(samples))]
+    return run.actor.update([s.token_ids for s in samples], chosen, run.config.actor.micro_batch_size, run.config.rollout.temperature, loss, wanted)
 
 
 @phase("time/sync_s", reads=())

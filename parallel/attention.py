@@ -1,4 +1,4 @@
-"""Core attention of the `torch` layer implementation: causal, with sliding windows and learned sinks."""
+"""Core attention of the `torch` layer implementation: causal, packed or padded, with sliding windows and learned sinks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.micro_batch import Segment
+
 
 class SDPACoreAttention(torch.nn.Module):
     """Causal core attention on `scaled_dot_product_attention`, in place of Megatron's unfused `DotProductAttention`.
 
     q [tokens, sequences, heads / tp, head_dim], k and v [tokens, sequences, kv_heads / tp, head_dim] (of latent attention v has
     a size of its own) -> [tokens, sequences, heads / tp * v_head_dim]. Sequences are padded on the right, so causality alone
-    keeps padding out of real tokens.
+    keeps padding out of real tokens. Packed rows come with `PackedRow`: q, k and v [tokens, heads, head_dim] -> [tokens, heads * v_head_dim],
+    where every segment sees itself and its prefix only.
 
     The window is Megatron's `window_size` (left, 0): a position sees itself and `left` positions before it, in the layers that
     `window_attn_skip_freq` marks with 1. With `softmax_type` learnable every head has one more score, `softmax_offset`
@@ -40,24 +43,45 @@ class SDPACoreAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None) -> Tensor:
-        if packed_seq_params is not None or attention_bias is not None or attention_mask is not None:
-            raise ValueError("this core attention takes right-padded causal batches: no mask, bias or packing")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mask = self._mask(q)
+        if attention_bias is not None or attention_mask is not None:
+            raise ValueError("this core attention takes causal batches, packed or padded on the right: no mask or bias")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params.segments)
+        return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        lengths = [s.length for s in segments]
+        tail = query.shape[0] - sum(lengths)
+        at = {s.start: i for i, s in enumerate(segments)}
+        # split and cat, whose gradients are one cat and narrow views: slices would each add a row of zeros
+        q, k, v = (x.transpose(0, 1).unsqueeze(0).split([*lengths, tail], 2) for x in (query, key, value))
+        out = []
+        for i, segment in enumerate(segments):
+            before, keys, values = segment.prefix[1], k[i], v[i]
+            if before:
+                j = at[segment.prefix[0]]
+                keys, values = torch.cat([k[j], keys], 2), torch.cat([v[j], values], 2)
+            out.append(self._attend(q[i], keys, values, before))
+        if tail or not out:  # padding: attends to nothing
+            out.append(v[-1].new_zeros(1, query.shape[1], tail, value.shape[2]))
+        return torch.cat(out, 2).squeeze(0).transpose(0, 1).flatten(1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: int = 0) -> Tensor:
+        """q [sequences, heads, tokens, head_dim], k and v [sequences, kv_heads, before + tokens, ...]: token t sees keys up to before + t."""
+        mask = self._mask(q, before)
         if self.softmax_offset is not None:  # a key of zeros before all others, whose score is the offset and whose value is zero
             k, v = (torch.nn.functional.pad(x, (0, 0, 1, 0)) for x in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1], scale=self.scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _mask(self, q: Tensor) -> Tensor | None:
+    def _mask(self, q: Tensor, before: int = 0) -> Tensor | None:
         """None where causality is all; else what is added to the scores, [1, heads or 1, tokens, keys]."""
-        if self.softmax_offset is None and self.window is None:
+        if self.softmax_offset is None and self.window is None and not before:
             return None
         tokens = q.shape[2]
-        distance = torch.arange(tokens, device=q.device)[:, None] - torch.arange(tokens, device=q.device)
+        distance = torch.arange(before, before + tokens, device=q.device)[:, None] - torch.arange(before + tokens, device=q.device)
         hidden = distance < 0 if self.window is None else (distance < 0) | (distance > self.window)
-        mask = torch.zeros(1, 1, tokens, tokens, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
+        mask = torch.zeros(1, 1, tokens, before + tokens, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
         if self.softmax_offset is None:
             return mask
         heads = self.softmax_offset.shape[0]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from parallel.errors import UserError
+from parallel.micro_batch import MicroBatch, Segment
 from parallel.model_config import MoE
+from parallel.packing import SHARED_NEEDS_TORCH
 from parallel.routing import choose_experts
 
 
@@ -50,12 +56,81 @@ class BiasedRowLinear(RowParallelLinear):
         return output.clone(), bias
 
 
-class LatentRotary(RotaryEmbedding):
+@dataclass
+class PackedRow(PackedSeqParams):
+    """What attention must know of a packed row in the `torch` layer implementation, beside what Megatron asks for.
+
+    To Megatron it is one sequence, so that it hands on q, k and v as they are; positions [tokens] and segments say the rest.
+    """
+
+    positions: Tensor | None = None
+    segments: tuple[Segment, ...] = ()
+
+
+def packed_row(micro_batch: MicroBatch, implementation: str) -> PackedSeqParams | None:
+    """What Megatron's modules take beside the tokens of a micro-batch; None for padded rows.
+
+    Transformer Engine gets the sequences' boundaries, the padding at the end as one more sequence. Raises UserError for shared
+    prompts there, of which its attention knows nothing.
+    """
+    if micro_batch.segments is None:
+        return None
+    tokens, device = micro_batch.tokens.shape[1], micro_batch.tokens.device
+    if implementation == "torch":
+        whole = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        return PackedRow(qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=tokens, max_seqlen_kv=tokens,
+                         positions=micro_batch.positions[0], segments=micro_batch.segments)
+    if any(s.prefix[1] for s in micro_batch.segments):
+        raise UserError(SHARED_NEEDS_TORCH)
+    ends = sorted({0, *(s.start + s.length for s in micro_batch.segments), tokens})
+    longest = max(b - a for a, b in pairwise(ends))
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
+class Rotary(RotaryEmbedding):
+    """Megatron's rotary embedding with given frequencies, and with the positions of a `PackedRow`'s tokens."""
+
+    def __init__(self, frequencies: Tensor, cp_group: Any) -> None:
+        super().__init__(2 * len(frequencies), 1.0, cp_group=cp_group)
+        self.inv_freq = frequencies.to(self.inv_freq.device)
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, transformer_config: Any,
+                           packed_seq_params: Any = None, **named: Any) -> int:
+        """Megatron asks for the length right before it calls the module, with the row at hand: the positions are taken here."""
+        self._positions = getattr(packed_seq_params, "positions", None)
+        return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named)
+
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
+        return angles if self._positions is None else angles[self._positions]
+
+
+class LatentRotary(Rotary):
     """Answers latent attention as Megatron's YaRN embedding does, (angles, scale), with given frequencies and scale."""
 
     def __init__(self, frequencies: Tensor, scale: float, cp_group: Any) -> None:
-        super().__init__(2 * len(frequencies), 1.0, cp_group=cp_group)
-        self.inv_freq, self.scale = frequencies.to(self.inv_freq.device), scale
+        super().__init__(frequencies, cp_group)
+        self.scale = scale
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> tuple[Tensor, float]:
         return super().forward(max_seq_len, offset, packed_seq, cp_group), self.scale
+
+
+def return_hidden_states(module: Any) -> None:
+    """Let a GPTModel with a head answer with the hidden states that the head would take, whole along the sequence, [sequences, tokens, hidden].
+
+    `parallel.log_probs` applies the head a chunk of tokens at a time. Under sequence parallelism the gradient that comes back is one
+    tensor-parallel rank's part: the gather's backward sums the parts. Without, the caller passes the states through
+    `copy_to_tensor_model_parallel_region`, which is not done here because Megatron drops its sum where the gradient is not
+    contiguous, as that of the transposition that follows is.
+    """
+    layer = module.output_layer
+
+    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+        if layer.sequence_parallel:
+            input_ = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=layer.tp_group)
+        return input_, None
+
+    layer.forward = forward

@@ -1,59 +1,134 @@
-"""Ragged sequences into right-padded micro-batches. Padding exists only here."""
+"""Ragged sequences into the rows that a model computes: packed one after the other, with shared prompts, or padded on the right.
+
+Padding exists only here, and so does the choice of what is computed at all: a token that nothing is predicted from is left out of
+packed rows, and predictions that nobody wants are made in no layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel.config import ParallelConfig
+from parallel.packing import Needed, Packing, needed
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, start + length) of a packed row: causal among themselves, and after those of `prefix` (start, length)."""
+
+    start: int
+    length: int
+    prefix: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Token ids [sequences, tokens], padded on the right; `indices` say which sequences of the batch these are.
+    """Token ids and positions [rows, tokens]; `indices` and `lengths` say which sequences of the batch these are and how long.
 
-    An empty micro-batch (no indices) holds one padding row: it keeps pipeline and data-parallel ranks in step.
+    Predictions are made from the positions `rows` (of the flattened tokens) about the token ids `targets`, both [predictions].
+    `spread` [sum of (length - 1)] says which of them is about which token, all sequences one after the other, each from its second
+    token on; `predictions` stands for none. `segments` of a packed row are in its order, without gaps; None: rows are padded.
+    An empty micro-batch (no indices) holds padding only: it keeps pipeline and data-parallel ranks in step.
     """
 
     tokens: Tensor
+    positions: Tensor
     lengths: tuple[int, ...]
     indices: tuple[int, ...]
+    rows: Tensor
+    targets: Tensor
+    spread: Tensor
+    segments: tuple[Segment, ...] | None = None
 
-    @property
-    def positions(self) -> Tensor:
-        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+    def per_token(self, predictions: Tensor) -> Tensor:
+        """Values [predictions] as [sum of (length - 1)], 0 where none was made."""
+        return torch.cat([predictions, predictions.new_zeros(1)])[self.spread]
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Values [sum of (length - 1)] by sequence."""
+        return values.split([max(n - 1, 0) for n in self.lengths])
 
 
-def micro_batch_count(sequences: int, size: int, parallel: ParallelConfig) -> int:
-    """Micro-batches needed for `sequences` (the largest number over data-parallel ranks): the same on every rank.
-
-    Interleaved pipelines take a multiple of the number of stages.
-    """
-    count = max(1, -(-sequences // size))
-    return -(-count // parallel.pp) * parallel.pp if parallel.chunks > 1 else count
-
-
-def make_micro_batches(sequences: Sequence[Sequence[int]], indices: Sequence[int], size: int, count: int,
-                       parallel: ParallelConfig, device: torch.device | str = "cpu", pad_id: int = 0) -> list[MicroBatch]:
-    """Cut `indices` into micro-batches of `size` sequences in order, and add empty ones up to `count`."""
-    groups = [tuple(indices[i:i + size]) for i in range(0, len(indices), size)]
-    groups += [()] * (count - len(groups))
+def make_micro_batches(sequences: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], parallel: ParallelConfig, packing: Packing = "packed",
+                       masks: Sequence[Sequence[bool]] | None = None, device: torch.device | str = "cpu", pad_id: int = 0) -> list[MicroBatch]:
+    """One micro-batch per entry of `groups`, which holds indices of `sequences`. Log-probs are made where `masks` is true (None: everywhere)."""
     multiple = parallel.tp if parallel.sequence_parallel else 1
-    rows = [[sequences[i] for i in group] for group in groups]
-    widths = [-(-max((len(r) for r in group), default=2) // multiple) * multiple for group in rows]
-    heights = [max(len(group), 1) for group in rows]
+    drafts = [_Draft(sequences, masks, tuple(group), packing) for group in groups]
+    widths = [-(-max(d.width, 2) // multiple) * multiple for d in drafts]
+    heights = [max(d.height, 1) for d in drafts]
     if parallel.chunks > 1:  # all stages must agree on one shape: see `transformer_config`
-        longest = -(-max((len(s) for s in sequences), default=2) // multiple) * multiple
-        widths, heights = [longest] * count, [size] * count
-    return [MicroBatch(_pad(group, width, height, pad_id).to(device), tuple(len(r) for r in group), indices)
-            for group, width, height, indices in zip(rows, widths, heights, groups, strict=True)]
+        widths, heights = [max(widths)] * len(drafts), [max(heights)] * len(drafts)
+    return [d.fill(width, height, pad_id, device) for d, width, height in zip(drafts, widths, heights, strict=True)]
 
 
-def _pad(rows: list[Sequence[int]], width: int, height: int, pad_id: int) -> Tensor:
-    tokens = torch.full((height, width), pad_id, dtype=torch.long)
-    for i, row in enumerate(rows):
-        tokens[i, :len(row)] = torch.tensor(row, dtype=torch.long)
-    return tokens
+class _Draft:
+    """A micro-batch on its way: pieces (row, column, first position, token ids), predictions (row, column, token id) and their sequences."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None, indices: tuple[int, ...],
+                 packing: Packing) -> None:
+        self.indices, self.lengths = indices, tuple(len(sequences[i]) for i in indices)
+        self.pieces: list[tuple[int, int, int, Sequence[int]]] = []
+        self.segments: list[Segment] = []
+        self.width = self.height = 0
+        self.at: list[tuple[int, int]] = []
+        self.targets: list[int] = []
+        self.spread: list[int] = []
+        self.packed = packing != "padded"
+        prompts: dict[tuple[int, ...], int] = {}
+        for i in indices:
+            ids, mask = sequences[i], None if masks is None else masks[i]
+            part = needed(len(ids), mask)
+            if not self.packed:
+                place = self._add_row(ids)
+            elif packing == "shared_prompt" and masks is not None:
+                place = self._add_after_prompt(ids, part, prompts)
+            else:
+                place = self._add(ids[:part.inputs], 0)
+            for t in range(1, len(ids)):
+                wanted = mask is None or mask[t]
+                self.spread.append(len(self.targets) if wanted else -1)
+                if wanted:
+                    self.at.append(place(t - 1))
+                    self.targets.append(ids[t])
+
+    def _add_row(self, ids: Sequence[int]) -> Callable[[int], tuple[int, int]]:
+        row = self.height
+        self.height += 1
+        self.width = max(self.width, len(ids))
+        self.pieces.append((row, 0, 0, ids))
+        return lambda t: (row, t)
+
+    def _add(self, ids: Sequence[int], position: int, prefix: tuple[int, int] = (0, 0)) -> Callable[[int], tuple[int, int]]:
+        start = self.width
+        self.height, self.width = 1, start + len(ids)
+        if len(ids):
+            self.pieces.append((0, start, position, ids))
+            self.segments.append(Segment(start, len(ids), prefix))
+        return lambda t: (0, start + t - position)
+
+    def _add_after_prompt(self, ids: Sequence[int], part: Needed, prompts: dict[tuple[int, ...], int]) -> Callable[[int], tuple[int, int]]:
+        p, key = part.prompt, tuple(ids[:part.prompt])
+        if key not in prompts:
+            prompts[key] = self.width
+            self._add(key, 0)
+        start = prompts[key]
+        own = self._add(ids[p:part.inputs], p, (start, p))
+        return lambda t: (0, start + t) if t < p else own(t)
+
+    def fill(self, width: int, height: int, pad_id: int, device: torch.device | str) -> MicroBatch:
+        tokens = torch.full((height, width), pad_id, dtype=torch.long)
+        positions = torch.arange(width).repeat(height, 1)
+        for row, column, position, ids in self.pieces:
+            tokens[row, column:column + len(ids)] = torch.tensor(ids, dtype=torch.long)
+            positions[row, column:column + len(ids)] = torch.arange(position, position + len(ids))
+        if self.packed:  # tail of the row: any position that a model has
+            positions[:, self.width:] = 0
+        rows = torch.tensor([row * width + column for row, column in self.at], dtype=torch.long)
+        spread = torch.tensor(self.spread, dtype=torch.long)
+        spread[spread < 0] = len(self.targets)
+        return MicroBatch(tokens.to(device), positions.to(device), self.lengths, self.indices, rows.to(device),
+                          torch.tensor(self.targets, dtype=torch.long).to(device), spread.to(device), tuple(self.segments) if self.packed else None)

@@ -77,12 +77,12 @@ def softmax_scale(model: ModelConfig) -> float:
 
 def set_frequencies(module: Any, model: ModelConfig) -> None:
     """Give a GPTModel the frequencies of the model: Megatron's own llama3 scaling fixes all but the factor, its YaRN always truncates."""
+    from parallel.megatron_modules import LatentRotary, Rotary
+
     frequencies = inverse_frequencies(model)
     if model.mla is None:
-        module.rotary_pos_emb.inv_freq = frequencies.to(module.rotary_pos_emb.inv_freq.device)
+        module.rotary_pos_emb = Rotary(frequencies.to(module.rotary_pos_emb.inv_freq.device), module.rotary_pos_emb.cp_group)
         return
-    from parallel.megatron_modules import LatentRotary
-
     for layer in module.decoder.layers:
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(frequencies, rotary_scale(model), attention.pg_collection.cp)

@@ -13,12 +13,13 @@ from torch import Tensor
 from parallel.config import Coordinates, ParallelConfig
 from parallel.device import Device, prepare_dtype
 from parallel.groups import RoleGroups, role_groups
-from parallel.log_probs import vocab_parallel_log_probs
+from parallel.log_probs import head_log_probs
 from parallel.micro_batch import MicroBatch
 from parallel.model import build_modules, choose_layer_implementation, named_tensors, torch_dtype, transformer_config
 from parallel.model_config import ModelConfig
 
-# (micro-batch, log-probs [sequences, tokens - 1], entropy [sequences, tokens - 1]) -> (loss to differentiate, outputs)
+# (micro-batch, log-probs, entropy) -> (loss to differentiate, outputs); both are [sum of (length - 1)] over the micro-batch's sequences
+# (`MicroBatch.split`), 0 where nothing was predicted
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
@@ -56,6 +57,7 @@ class TrainingModel:
     modules: list[Any]
     chunks: list[Any]
     at: Coordinates
+    implementation: str = "torch"
     optimizer: Any = None
     scheduler: Any = None
 
@@ -113,22 +115,33 @@ class TrainingModel:
     def _forward_step(self, loss_function: LossFunction, temperature: float) -> Callable[..., Any]:
         from megatron.core import parallel_state
 
+        from parallel.megatron_modules import packed_row
+
         group = parallel_state.get_tensor_model_parallel_group()
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro_batch = next(iterator)
-            output = chunk(micro_batch.tokens, micro_batch.positions, None)
+            output = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed_row(micro_batch, self.implementation))
 
-            def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                log_probs, entropy = vocab_parallel_log_probs(
-                    logits[:, :-1], micro_batch.tokens[:, 1:], self.model.vocab_size, temperature, group)
-                value, outputs = loss_function(micro_batch, log_probs, entropy)
+            def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                log_probs, entropy = self._predict(hidden.flatten(0, 1)[micro_batch.rows], micro_batch.targets, temperature, group)
+                value, outputs = loss_function(micro_batch, micro_batch.per_token(log_probs), micro_batch.per_token(entropy))
                 # the count is Megatron's, for its own division, which `_finalize_gradients` leaves out
                 return value, torch.ones((), dtype=torch.int, device=value.device), outputs
 
             return output, loss
 
         return forward_step
+
+    def _predict(self, hidden: Tensor, targets: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [predictions] from hidden states [predictions, hidden_size], on the last stage."""
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+        module = self.modules[-1]
+        weight = module.shared_embedding_or_output_weight() if self.model.tied else module.output_layer.weight
+        if not self.parallel.sequence_parallel:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group)
+        return head_log_probs(hidden, weight, targets, self.model.vocab_size, temperature, group)
 
     def optimizer_step(self) -> tuple[float, float]:
         """Clip, apply and schedule. Returns (gradient norm before clipping, learning rate used).
@@ -156,10 +169,14 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
     with groups.entered():
         config = transformer_config(model, parallel, torch_dtype(dtype), implementation)
         modules = build_modules(model, parallel, config, implementation)
+        from parallel.megatron_modules import return_hidden_states
+
         for module in modules:
             module.to(device.torch)
+            if module.post_process:
+                return_hidden_states(module)
         built = TrainingModel(model, parallel, torch_dtype(dtype), device, groups, config, modules, list(modules),
-                              parallel.coordinates(rank, world_size))
+                              parallel.coordinates(rank, world_size), implementation)
         if optimizer is None:
             for module in modules:
                 module.requires_grad_(False)

@@ -15,6 +15,7 @@ from mcore_rl.config.sections import (
     ReferenceConfig, RewardConfig, RolloutConfig, RunConfig, SftConfig, WarmUpConfig)
 from mcore_rl.config.yaml_tree import NULL_WORDS
 from parallel.errors import UserError
+from parallel.packing import SHARED_NEEDS_TORCH
 
 KINDS = ("train", "sft", "evaluate")
 
@@ -105,6 +106,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
          "mcore-rl sft does not use it (the number of steps is sft.steps)"),
         (c.kind != "sft", ["sft"], f"mcore-rl {c.kind} does not use it; it is for mcore-rl sft"),
         (c.kind != "sft", ["data.response_field"], "only mcore-rl sft learns from responses"),
+        (c.actor.max_tokens_per_micro_batch is not None, ["actor.micro_batch_size", "actor.log_prob_micro_batch_size"],
+         "actor.max_tokens_per_micro_batch is set and takes its place; remove one of the two"),
         (not c.critic.enabled, ["critic.parallel", "critic.optimizer"], "critic.enabled is false"),
         (c.algorithm.kl_coefficient == 0, ["reference", "algorithm.kl_estimator"],
          "algorithm.kl_coefficient is 0, so no reference is loaded; set it above 0 or remove the key"),
@@ -130,6 +133,9 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
     decay = o.decay_steps or c.total_updates
     learns = c.kind == "train" and c.run.only is None
     samples = r.prompts_per_step * r.samples_per_prompt
+    budget = c.actor.max_tokens_per_micro_batch
+    longest, told = ((c.data.max_prompt_tokens + r.max_tokens, "data.max_prompt_tokens + rollout.max_tokens") if learns else
+                     (c.sft.max_sequence_tokens if c.kind == "sft" and c.sft else None, "sft.max_sequence_tokens"))
     rules: list[tuple[bool, Callable[[], str]]] = [
         (c.critic.enabled, lambda: "critic.enabled is true, but a critic comes with algorithm ppo, which this version lacks; "
                                    "set critic.enabled: false (algorithm grpo needs no critic)"),
@@ -148,6 +154,9 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
         (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
          lambda: f"actor.skip_old_log_probs is true with actor.updates_per_step {c.actor.updates_per_step}: from the second update on the "
                  "old log-probs would be wrong; set it to false or make one update per step"),
+        (budget is not None and longest is not None and longest > budget,
+         lambda: f"actor.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); raise it or lower those"),
+        (c.actor.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"actor.{SHARED_NEEDS_TORCH}"),
         (e.every > 0 and e.data is None,
          lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),
         (c.kind == "evaluate" and e.data is None, lambda: "evaluation.data is not set; mcore-rl evaluate needs a file of held-out rows"),

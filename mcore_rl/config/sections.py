@@ -96,6 +96,11 @@ class ActorConfig:
     optimizer: OptimizerConfig = option("optimizer of the actor", section=OptimizerConfig)
     micro_batch_size: int = option("sequences in one forward/backward pass of a rank", 8, low=1)
     log_prob_micro_batch_size: int = option("sequences in one forward pass for log-probs", 16, low=1)
+    packing: Literal["packed", "padded", "shared_prompt"] = option(
+        "packed: sequences of a micro-batch stand in one row, without padding; padded: one row each; shared_prompt: packed, and the prompt of "
+        "a group is computed once for all its responses (layer_implementation torch)", "packed")
+    max_tokens_per_micro_batch: int | None = option("fill micro-batches up to this many tokens, padding included, instead of a number of sequences; "
+                                                    "null: micro_batch_size and log_prob_micro_batch_size hold", None, low=1)
     updates_per_step: int = option("optimizer updates (mini-batches) made from the samples of one step", 1, low=1)
     skip_old_log_probs: bool = option("take old log-probs from the update's own forward instead of a pass of their own "
                                       "(allowed with one update per step, where the two are equal)", False)

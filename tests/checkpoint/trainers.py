@@ -48,7 +48,7 @@ def steps(training: TrainingModel, first: int, count: int) -> list[tuple[float, 
         generator = torch.Generator().manual_seed(step)
         sequences = torch.randint(0, MODEL["vocab_size"], (4, 12), generator=generator).tolist()  # type: ignore[call-overload]
         mine = list(range(training.at.dp, 4, dp))
-        micro_batches = make_micro_batches(sequences, mine, 1, len(mine), training.parallel)
+        micro_batches = make_micro_batches(sequences, [[i] for i in mine], training.parallel)
         training.forward_backward(micro_batches, lambda micro_batch, log_probs, entropy: (-log_probs.sum() / 44, {}))
         results.append(training.optimizer_step())
     return results

@@ -18,6 +18,8 @@ CASES = [
     (2, ["actor.micro_batch_size=5"]),
     (2, ["actor.optimizer.distributed=false", "actor.micro_batch_size=16"]),
     (4, ["actor.parallel.tp=2", "actor.parallel.pp=2", "actor.micro_batch_size=1"]),
+    (1, ["actor.packing=padded"]),
+    (2, ["actor.packing=shared_prompt", "actor.parallel.pp=2"]),
 ]
 
 

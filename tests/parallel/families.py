@@ -44,7 +44,7 @@ def write(root: Path, family: str, name: str, **changes: Any) -> Written:
     return Written(str(directory), str(root / f"{name}-gradients"), reference(directory, root / f"{name}-gradients"))
 
 
-def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, Any], size: int = 2) -> Any:
+def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, Any], size: int = 2, **batching: Any) -> Any:
     """On a rank, for every (model, gradients) directory: (log-probs by sequence where this rank reports, {tensor: gradient's error}).
 
     The error is the largest difference from the expected gradient in this rank's own layout, over the largest expected value.
@@ -54,8 +54,9 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
     from checkpoint.hf import read_hf
     from parallel.config import ParallelConfig
     from parallel.device import Device, prepare_megatron
-    from parallel.micro_batch import make_micro_batches, micro_batch_count
+    from parallel.micro_batch import make_micro_batches
     from parallel.model_config import ModelConfig
+    from parallel.packing import Batching, plan_micro_batches
     from parallel.training import OptimizerConfig, build
     from resharding.layout import empty_tensors
     from resharding.layouts import mcore_layout
@@ -73,12 +74,11 @@ def log_probs_and_gradients(cases: list[tuple[str, str]], parallel: dict[str, An
         count = sum(len(s) - 1 for s in SEQUENCES)
 
         def loss(micro_batch: Any, log_probs: torch.Tensor, entropy: torch.Tensor) -> Any:
-            rows = {i: log_probs[k, :n - 1] for k, (i, n) in enumerate(zip(micro_batch.indices, micro_batch.lengths, strict=True))}
+            rows = dict(zip(micro_batch.indices, micro_batch.split(log_probs), strict=True))
             return -sum(row.sum() for row in rows.values()) / count + 0.0 * log_probs.sum(), {i: row.detach() for i, row in rows.items()}
 
-        dp = config.dp(world)
-        mine = range(len(SEQUENCES))[training.at.dp::dp]
-        batches = make_micro_batches(SEQUENCES, mine, size, micro_batch_count(-(-len(SEQUENCES) // dp), size, config), config)
+        plan = plan_micro_batches(SEQUENCES, range(len(SEQUENCES)), None, size, Batching(**batching), model, config, config.dp(world))
+        batches = make_micro_batches(SEQUENCES, plan[training.at.dp], config, Batching(**batching).packing)
         outputs = training.forward_backward(batches, loss)
         expected = empty_tensors(layout)
         read_hf(gradients, layout, expected, model)

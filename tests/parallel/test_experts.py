@@ -74,7 +74,7 @@ def bias_in_bf16(directory: str) -> Any:
     read_hf(directory, mcore_layout(model, ParallelConfig(), 0, 1, torch.bfloat16), training.tensors, model)
     training.reload_main_params()
     before = {n: t.clone() for n, t in training.tensors.items()}
-    batches = make_micro_batches([[5, 6, 7, 8]], [0], 1, 1, training.parallel)
+    batches = make_micro_batches([[5, 6, 7, 8]], [[0]], training.parallel)
     training.forward_backward(batches, lambda batch, log_probs, entropy: (-log_probs.sum(), {}))
     training.optimizer_step()
     return before, {n: t.clone() for n, t in training.tensors.items()}

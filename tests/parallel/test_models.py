@@ -38,10 +38,10 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
 
 
 def log_probs_of(directory: str, parallel: dict[str, Any], ids: list[list[int]]) -> Any:
-    """Full log-softmax [sequences, tokens - 1, vocab] through the vocabulary-parallel log-probs of every token id."""
+    """Full log-softmax [sequences, tokens, vocab] through the vocabulary-parallel log-probs of every token id."""
     import torch.distributed as dist
 
-    from parallel.log_probs import vocab_parallel_log_probs
+    from parallel.log_probs import head_log_probs
     from parallel.micro_batch import make_micro_batches
 
     training = open_model(directory, parallel)
@@ -55,17 +55,19 @@ def log_probs_of(directory: str, parallel: dict[str, Any], ids: list[list[int]])
             micro_batch = next(iterator)
             output = chunk(micro_batch.tokens, micro_batch.positions, None)
 
-            def loss(logits: torch.Tensor) -> Any:
-                every = [vocab_parallel_log_probs(logits, torch.full(logits.shape[:2], v), training.model.vocab_size, 1.0, group)[0]
+            def loss(hidden: torch.Tensor) -> Any:
+                module = training.modules[-1]
+                weight = module.shared_embedding_or_output_weight() if training.model.tied else module.output_layer.weight
+                every = [head_log_probs(hidden[0], weight, torch.full(hidden.shape[1:2], v), training.model.vocab_size, 1.0, group)[0]
                          for v in range(training.model.vocab_size)]
-                out.append(torch.stack(every, -1))
-                return logits.sum(), torch.ones((), dtype=torch.int), {}
+                out.append(torch.stack(every, -1)[None])
+                return hidden.sum(), torch.ones((), dtype=torch.int), {}
 
             return output, loss
 
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        batches = make_micro_batches(ids, range(len(ids)), 1, len(ids), training.parallel)
+        batches = make_micro_batches(ids, [[i] for i in range(len(ids))], training.parallel, "padded")
         several = len(training.chunks) > 1
         get_forward_backward_func()(forward_step_func=forward_step, data_iterator=[iter(batches) for _ in training.chunks] if several else iter(batches),
                                     model=training.chunks if several else training.chunks[0], num_microbatches=len(batches), seq_length=len(ids[0]), micro_batch_size=1, forward_only=True)
