@@ -42,6 +42,8 @@ KEYS = {
     "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
              "ideal_update_s", "update_of_ideal", "gemm_gflops", "tokens_per_step", "tokens_per_s", "sync_bytes", "steps", "ranks",
              "dtype", "device"},
+    "train": {"bare_overhead", "bare_seconds", "packed_speedup", "packed_seconds", "useful_tokens_per_s", "shared_prompt_speedup",
+              "shared_prompt_seconds", "hf_ratio", "hf_ratio_packed", "hf_seconds", "mfu", "gemm_gflops", "repeat", "dtype", "device", "threads"},
 }
 
 
@@ -189,6 +191,44 @@ def test_decoding_and_prefill_are_measured_beside_their_limits(tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_train_compares_with_every_rival(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", "llama", vocab_size=512, max_position_embeddings=512)
+    done = bench("train", "--model", str(model), "--repeat", "1", "--sequences", "3", "--micro-batch", "2", "--prompts", "1", "--samples", "3", "--json")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(found) == KEYS["train"] and found["repeat"] == 1 and found["dtype"] == "float32"
+    assert found["bare_overhead"] > -1 and all(found[k] > 0 for k in KEYS["train"] - {"bare_overhead", "dtype", "device"})
+    documented = (ROOT / "docs" / "performance.md").read_text()
+    assert not [key for key in KEYS["train"] if f"`{key}`" not in documented]
+
+
+def test_the_bare_loop_of_train_makes_the_same_gradients(tmp_path: Path) -> None:
+    """What is compared is the same work: Megatron's own head and loss and ours agree on a padded batch, weights included."""
+    from tests.worker_pool import run_ranks
+
+    directory = str(write_model(tmp_path / "m", "llama", initializer_range=0.3, vocab_size=208))  # Megatron trains padding rows too
+    for norm, other in run_ranks(1, bare_and_ours, directory):
+        assert norm == pytest.approx(other, rel=1e-5)
+
+
+def bare_and_ours(directory: str) -> tuple[float, float]:
+    from benchmarks.train import bare_update
+    from parallel.micro_batch import make_micro_batches
+    from tests.parallel.test_models import SEQUENCES, open_model
+
+    norms = []
+    for _ in range(2):
+        training = open_model(directory, {}, True, lr=1e-3, distributed=False)
+        batch, = make_micro_batches(SEQUENCES, [range(len(SEQUENCES))], training.parallel, "padded")
+        if norms:
+            training.forward_backward([batch], lambda batch, log_probs, entropy: (-log_probs.mean(), {}))
+            norms.append(training.optimizer_step()[0])
+        else:
+            step = training.optimizer.step
+            training.optimizer.step = lambda: norms.append(float(step()[1]))
+            bare_update(training, batch)
+    return norms[0], norms[1]
+
+
 def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     found = figures("step", str(config), "run.seed=9", "--steps", "2")
@@ -203,6 +243,6 @@ def test_bad_options_are_refused() -> None:
             ("reshard", ["--repeat", "0"], "--repeat 0"), ("reshard", ["--train", "tp4"], "--train tp4 needs 4 ranks, --procs is 2"),
             ("reshard", ["--rollout-ranks", "0,7"], r"engine ranks \[0, 7\] must be different ranks below --procs 2"),
             ("rollout", ["--model", "models/none"], "models/none"), ("rollout", ["--samples", "0"], "--samples is 0"),
-            ("step", ["--steps", "1"], "--steps 1")):
+            ("step", ["--steps", "1"], "--steps 1"), ("train", ["--repeat", "0"], "--repeat 0"), ("train", ["--sequences", "1"], "--sequences 1")):
         with pytest.raises(UserError, match=words):
             execute(argparse.Namespace(name=name, options=options, json=False))
