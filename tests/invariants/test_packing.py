@@ -88,8 +88,14 @@ def reference(directory: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def close(got: Any, want: Any, name: str) -> None:
-    """In fp32: log-probs are about -10, so losses, their weighed means of both signs, round at 1e-6."""
-    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), atol=5e-6, rtol=0, msg=lambda m: f"loss, {name}: {m}")
+    """In fp32. A loss is a mean of terms of both signs: it rounds with their size, about 7, and not with its own.
+
+    Eight units of rounding are allowed. In float64 the same runs have equal first losses, and gradients equal to 1e-7 (Megatron's
+    norms stay fp32 there), and of the fp32 losses the padded one is the farthest from it, by two units.
+    """
+    sizes = [abs(ADVANTAGES[i % 3]) * row.abs().sum() for i, row in enumerate(want[4].split([len(s) for s in samples()[0]]))]
+    size = float(sum(sizes)) / sum(map(sum, samples()[1]))
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), atol=8 * 2**-24 * size, rtol=0, msg=lambda m: f"loss, {name}: {m}")
     torch.testing.assert_close(torch.tensor(got[1]), torch.tensor(want[1]), atol=0, rtol=1e-4, msg=lambda m: f"norm, {name}: {m}")
     for key, value in want[2].items():
         off = ((got[2][key] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
@@ -105,16 +111,13 @@ SEQUENCE = dict(tp=2, sequence_parallel=True)
 # world, parallel sizes, batching, sequences per micro-batch: every layout meets every packing in one family or the other
 CASES: dict[str, list[tuple[int, dict[str, Any], dict[str, Any], int]]] = {
     "qwen2": [
-        (1, {}, PACKED, 12), (1, {}, SHARED, 4), (1, {}, dict(PACKED, max_tokens=30), 1), (1, {}, dict(SHARED, max_tokens=18), 1),
-        (1, {}, dict(packing="padded", max_tokens=40), 1),
-        (2, dict(tp=2), PACKED, 5), (2, SEQUENCE, SHARED, 6), (2, SEQUENCE, dict(PACKED, max_tokens=33), 1),
-        (2, dict(pp=2), dict(SHARED, max_tokens=24), 1), (2, dict(pp=2), PACKED, 3),
-        (2, dict(pp=2, vpp=2), SHARED, 3), (2, dict(pp=2, vpp=2), dict(PACKED, max_tokens=40), 1),
-        (2, {}, dict(SHARED, max_tokens=40), 1), (2, {}, dict(PACKED, max_tokens=20), 1), (4, dict(pp=2), SHARED, 2),
+        (1, {}, PACKED, 12), (1, {}, dict(SHARED, max_tokens=18), 1), (1, {}, dict(packing="padded", max_tokens=40), 1),
+        (2, dict(tp=2), PACKED, 5), (2, SEQUENCE, SHARED, 6), (2, dict(pp=2), dict(SHARED, max_tokens=24), 1),
+        (2, dict(pp=2, vpp=2), dict(PACKED, max_tokens=40), 1), (2, {}, dict(PACKED, max_tokens=20), 1), (4, dict(pp=2), SHARED, 2),
     ],
-    "qwen3_moe": [(1, {}, SHARED, 12), (2, dict(SEQUENCE, ep=2, etp=1), PACKED, 5), (2, dict(ep=2), dict(SHARED, max_tokens=25), 1), (2, dict(pp=2), SHARED, 4)],
-    "deepseek_v3": [(1, {}, SHARED, 12), (2, SEQUENCE, SHARED, 5), (2, dict(pp=2), dict(PACKED, max_tokens=30), 1)],
-    "gpt_oss": [(1, {}, SHARED, 12), (2, dict(ep=2), SHARED, 5), (2, dict(pp=2), PACKED, 4)],
+    "qwen3_moe": [(2, dict(SEQUENCE, ep=2, etp=1), PACKED, 5), (2, dict(pp=2), SHARED, 4)],
+    "deepseek_v3": [(1, {}, SHARED, 12), (2, SEQUENCE, dict(PACKED, max_tokens=30), 1)],
+    "gpt_oss": [(1, {}, SHARED, 12), (2, dict(ep=2), PACKED, 4)],
 }
 
 
