@@ -2,6 +2,7 @@
 
     mcore-rl bench rollout --json
     mcore-rl bench rollout --model models/SmolLM2-135M-Instruct --prompts gsm8k.jsonl --limit 16 --samples 8 --max-tokens 128
+    mcore-rl bench rollout ... --engines 2
     mcore-rl bench rollout ... --rival vllm --rival-python ~/vllm/bin/python
     mcore-rl bench rollout --model made-up-8b --limits --device cuda
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._ceiling import gemm_flops, weights_per_token
+from benchmarks._engines import Engines, Setting
 from benchmarks._generation_limits import limits
 from benchmarks._made_up import named_shapes
 from benchmarks._rival import check_rival, run_vllm
@@ -73,16 +77,33 @@ def measure(options: list[str]) -> Figures | None:
         found = limits(engine, model, dtype, device.torch, a.batch, a.max_tokens, a.prompt_tokens, a.repeat)
         return {**found, "batch": a.batch, "prompt_tokens": a.prompt_tokens, "max_tokens": a.max_tokens, **head}
     fixed = _work(a, model)
+    if a.engines > 1:
+        return {**_several(a, model, dtype, fixed), **head}
     batch = min(len(fixed.lengths), a.max_batch_size or len(fixed.lengths))
     gemm_flops(dtype, device.torch)  # what the libraries keep for themselves from here on is not the engine's
     before = resident(device.torch)
     engine = engine_for(model, dtype, device.torch, batch, fixed.longest_prompt + a.max_tokens, fill)
-    figures, works = _engine_figures(engine, fixed, a)
+    figures, works = _engine_figures(partial(run_engine, engine), fixed, a)
     if a.profile:
         _profile(engine, fixed, device.torch)
     figures |= sleep_figures(engine, model, fixed, before, device.torch)
     figures |= _beside(figures, works, a, dtype, device.torch, model)
     return {**figures, "max_batch_size": batch, **head}
+
+
+def _several(a: argparse.Namespace, model: ModelConfig, dtype: torch.dtype, fixed: Work) -> Figures:
+    """As `measure`, of several engines that share the prompts; transformers' figure is that of its faster way: one process, or as many."""
+    each = -(-len(fixed.prompts) // a.engines) * a.samples
+    batch = min(each, a.max_batch_size or each)
+    setting = Setting(a.model, dtype, batch, fixed.longest_prompt + a.max_tokens, max(1, a.threads // a.engines))
+    with Engines(a.engines, setting) as engines:
+        figures, works = _engine_figures(engines.run, fixed, a)
+        apart = None
+        if a.hf:
+            engines.transformers(fixed.of(2))
+            apart = fastest(f"transformers in {a.engines} processes", lambda: engines.transformers(fixed), fixed.tokens, a.repeat).seconds
+    figures |= _beside(figures, works, a, dtype, torch.device("cpu"), model, apart)
+    return {**figures, "engines": a.engines, "max_batch_size": batch}
 
 
 def _work(a: argparse.Namespace, model: ModelConfig) -> Work:
@@ -94,18 +115,18 @@ def _work(a: argparse.Namespace, model: ModelConfig) -> Work:
     return Work(prompts, a.samples, (a.max_tokens,) * (len(prompts) * a.samples), separate=a.separate)
 
 
-def _engine_figures(engine: EmbeddedEngine, fixed: Work, a: argparse.Namespace) -> tuple[Figures, dict[str, Work]]:
+def _engine_figures(run: Callable[[Work], Ran], fixed: Work, a: argparse.Namespace) -> tuple[Figures, dict[str, Work]]:
     """The engine's own: `tokens_per_s` and so on, those of ragged lengths with `ragged_` before them. Also the work by kind of lengths."""
-    run_engine(engine, fixed.of(2))
+    run(fixed.of(2))
     figures: Figures = {}
     works = {"fixed": fixed}
-    ran = fastest("embedded engine, fixed lengths", lambda: run_engine(engine, fixed), fixed.tokens, a.repeat)
+    ran = fastest("embedded engine, fixed lengths", lambda: run(fixed), fixed.tokens, a.repeat)
     figures |= _figures("", ran, fixed)
     if a.ragged:
         ragged = Work(fixed.prompts, fixed.samples, ragged_lengths(len(fixed.lengths), a.max_tokens), separate=True) if a.separate else \
             ragged_by_stop_ids(fixed, ran.answers)
         works["ragged"] = ragged
-        ran = fastest("embedded engine, ragged lengths", lambda: run_engine(engine, ragged), ragged.tokens, a.repeat)
+        ran = fastest("embedded engine, ragged lengths", lambda: run(ragged), ragged.tokens, a.repeat)
         figures |= _figures("ragged_", ran, ragged)
         figures["ragged_of_fixed"] = figures["ragged_tokens_per_s"] / figures["tokens_per_s"]
         figures["ragged_mean"], figures["ragged_max"] = ran.tokens / len(ragged.lengths), max(map(len, ran.answers))
@@ -122,13 +143,14 @@ def _before(kind: str) -> str:
     return "" if kind == "fixed" else "ragged_"
 
 
-def _beside(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device, model: ModelConfig) -> Figures:
+def _beside(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device, model: ModelConfig,
+            apart: float | None = None) -> Figures:
     """The rivals and the limit, in the same process and then in the rival's."""
     rate = gemm_flops(dtype, device)
     ceiling = rate / (2 * weights_per_token(model))
     out: Figures = {"gemm_gflops": rate / 1e9, "ceiling_tokens_per_s": ceiling, "of_ceiling": figures["tokens_per_s"] / ceiling}
     if a.hf and named_shapes(a.model) is None:
-        out |= _transformers_figures(figures, works, a, dtype, device)
+        out |= _transformers_figures(figures, works, a, dtype, device, apart)
     if a.rival:
         version, seconds = run_vllm(a.rival_python, a.model, str(dtype).removeprefix("torch."), a.threads, a.repeat, works)
         out["rival"] = f"vllm {version}"
@@ -139,11 +161,16 @@ def _beside(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dty
     return out
 
 
-def _transformers_figures(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Figures:
+def _transformers_figures(figures: Figures, works: dict[str, Work], a: argparse.Namespace, dtype: torch.dtype, device: torch.device,
+                          apart: float | None) -> Figures:
+    """`apart`: its seconds in as many processes as there are engines, where they are several."""
     rival, fixed = Transformers(a.model, dtype, device), works["fixed"]
     rival.run(fixed.of(2))
     seconds = fastest("transformers", lambda: rival.run(fixed), fixed.tokens, a.repeat).seconds
     out: Figures = {"hf_seconds": seconds}
+    if apart is not None:
+        out |= {"hf_one_process_seconds": seconds, "hf_apart_seconds": apart, "hf_seconds": min(seconds, apart)}
+        seconds = out["hf_seconds"]
     for kind in works:  # ragged lengths are computed to the longest: the same work, of which the tokens that the engine made are useful
         useful = figures[f"{_before(kind)}tokens"] / seconds
         out |= {f"{_before(kind)}hf_tokens_per_s": useful, f"{_before(kind)}times_hf": figures[f"{_before(kind)}tokens_per_s"] / useful}
@@ -185,6 +212,8 @@ def _options(options: list[str]) -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=4, metavar="N", help="responses per prompt (default 4)")
     p.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of the longest response (default 32)")
     p.add_argument("--lengths", choices=("fixed", "both"), default="both", help="fixed leaves ragged lengths out (default: both)")
+    p.add_argument("--engines", type=int, default=1, metavar="N", help="so many engines in processes of their own, which share prompts and threads "
+                   "as data-parallel ranks do; transformers is then measured both ways (CPU; default 1)")
     p.add_argument("--separate", action="store_true", help="every sample is a request of its own")
     p.add_argument("--max-batch-size", type=int, metavar="N", help="samples that the engine generates at once (default: all)")
     p.add_argument("--no-hf", dest="hf", action="store_false", help="leave transformers out")
@@ -199,10 +228,12 @@ def _options(options: list[str]) -> argparse.Namespace:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     arguments = p.parse_args(options)
     arguments.ragged = arguments.lengths == "both"
-    for name in ("samples", "prompt_tokens", "max_tokens", "threads", "repeat", "batch", "limit", "max_batch_size"):
+    for name in ("samples", "prompt_tokens", "max_tokens", "threads", "repeat", "batch", "limit", "max_batch_size", "engines"):
         value, least = getattr(arguments, name), 2 if name == "max_tokens" and arguments.limits else 1
         if value is not None and value < least:
             raise UserError(f"bench rollout: --{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if arguments.engines > 1 and (arguments.limits or arguments.profile or arguments.device == "cuda" or named_shapes(arguments.model)):
+        raise UserError("bench rollout: --engines above 1 is for a model directory on the CPU, without --limits and --profile")
     if arguments.prompts == "0":
         raise UserError("bench rollout: --prompts is 0; it must be at least 1")
     if arguments.prompts.isdecimal() and (arguments.limit or arguments.chat):

@@ -150,6 +150,21 @@ def test_rollout_makes_the_tokens_it_counts_and_so_does_its_rival(tmp_path: Path
     assert found["ragged_mean"] < 6 and found["ragged_prefix_hit_rate"] == found["prefix_hit_rate"]
 
 
+def test_rollout_in_two_engines_makes_the_same_work(tmp_path: Path) -> None:
+    """Prompts are dealt over the engines, in processes of their own; the rival is measured both ways and its faster one is compared."""
+    model = write_model(tmp_path / "model", "llama")
+    done = bench("rollout", "--model", str(model), "--prompts", "3", "--samples", "2", "--max-tokens", "10", "--threads", "2", "--engines", "2", "--json")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    extra = {"engines", "hf_one_process_seconds", "hf_apart_seconds"}
+    one_process = {"engine_bytes", "sleep_gives_back", "wake_seconds", "sync_seconds", "first_token_seconds", "wake_sync_first_token_seconds"}
+    rival = {key for key in KEYS["rollout"] if "rival" in key}
+    assert set(found) == (KEYS["rollout"] | extra) - one_process - rival
+    assert found["tokens"] == 60 and found["max_batch_size"] == 4 and found["prefix_hit_rate"] == pytest.approx(1 / 2)
+    assert found["hf_seconds"] == min(found["hf_one_process_seconds"], found["hf_apart_seconds"])
+    documented = (ROOT / "docs" / "performance.md").read_text()
+    assert not {key for key in extra if f"`{key}`" not in documented}
+
+
 def test_ragged_lengths_have_the_mean_and_the_longest_that_are_said() -> None:
     lengths = ragged_lengths(128, 128)
     assert sum(lengths) == 40 * 128 and max(lengths) == 128 and min(lengths) >= 1 and len(set(lengths)) > 50
@@ -243,6 +258,7 @@ def test_bad_options_are_refused() -> None:
             ("reshard", ["--repeat", "0"], "--repeat 0"), ("reshard", ["--train", "tp4"], "--train tp4 needs 4 ranks, --procs is 2"),
             ("reshard", ["--rollout-ranks", "0,7"], r"engine ranks \[0, 7\] must be different ranks below --procs 2"),
             ("rollout", ["--model", "models/none"], "models/none"), ("rollout", ["--samples", "0"], "--samples is 0"),
+            ("rollout", ["--engines", "2", "--limits"], "--engines above 1"),
             ("step", ["--steps", "1"], "--steps 1"), ("train", ["--repeat", "0"], "--repeat 0"), ("train", ["--sequences", "1"], "--sequences 1")):
         with pytest.raises(UserError, match=words):
             execute(argparse.Namespace(name=name, options=options, json=False))
