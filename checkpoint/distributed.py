@@ -166,6 +166,7 @@ def _metadata() -> dict[str, Any]:
 
 def model_and_optimizer_state(training: TrainingModel, loading: bool) -> dict[str, Any]:
     """Collective: what `save_sharded` writes and `load_sharded` fills: model chunks, optimizer and schedule where there are any."""
+    training.memory.require("optimizer")
     with training.entered():
         state = model_state(training)
         if training.optimizer is not None:

@@ -9,6 +9,7 @@ import time
 
 from mcore_rl import steps
 from mcore_rl.evaluation import evaluate
+from mcore_rl.memory import report
 from mcore_rl.record import Recorder
 from mcore_rl.run import Run
 from mcore_rl.sample import Batch
@@ -43,6 +44,7 @@ def train(run: Run, recorder: Recorder) -> None:
         if c.evaluation.every and step == last and c.run.only is None:
             evaluate(run, batch)
 
+        report(run, batch)
         if c.checkpoint.every and (step % c.checkpoint.every == 0 or step == last) and c.run.only is None:
             recorder.checkpoint(run, batch)
         batch.metrics["time/step_s"] = time.perf_counter() - started

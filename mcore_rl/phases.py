@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.memory import watched
 from mcore_rl.sample import Batch
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ def phase(timer: str, reads: tuple[str, ...] = (), adds: tuple[str, ...] = ()) -
             _require(name, "reads", reads, batch)
             run.on_phase(name)
             started = time.perf_counter()
-            function(run, batch)
+            with watched(run, name, batch):
+                function(run, batch)
             seconds = time.perf_counter() - started
             _require(name, "promised to add", adds, batch)
             batch.metrics[timer] = batch.metrics.get(timer, 0.0) + seconds

@@ -18,6 +18,7 @@ from checkpoint.rng import load_rng, save_rng
 from checkpoint.run_state import keep_newest, read_state, resume_point, write_state
 from checkpoint.together import on_rank_zero
 from mcore_rl.evaluation import forget_answers
+from mcore_rl.memory import whole
 from mcore_rl.outputs import MetricsWriter, SamplesWriter, read_metrics
 from mcore_rl.plots import write_plots
 from mcore_rl.progress import Progress
@@ -89,7 +90,8 @@ class Recorder:
         started = time.perf_counter()
         self._write_samples(batch)  # before the checkpoint: a resumed run does not come back to this step
         with publishing(run.directory, batch.step, run.lease) as directory:
-            save_training(directory, run.actor.training)
+            with whole(run, batch):
+                save_training(directory, run.actor.training)
             save_rng(directory, {"actor": run.actor.training})
             if self.writes:
                 describe_model(directory, run.actor.training, c.model.path)

@@ -15,6 +15,7 @@ from torch import Tensor
 from checkpoint.hf import export_hf
 from mcore_rl.algorithms import loss_counts, loss_weights
 from mcore_rl.data import SftExample
+from mcore_rl.memory import report
 from mcore_rl.phases import phase
 from mcore_rl.record import Recorder
 from mcore_rl.run import Run
@@ -32,6 +33,7 @@ def train_supervised(run: Run, examples: Sequence[SftExample], recorder: Recorde
         batch = Batch(step, rows=run.prompts.take(sft.batch_size))
         step_on_batch(run, batch)
         run.step = step
+        report(run, batch)
         every = run.config.checkpoint.every
         if every and (step % every == 0 or step == sft.steps):
             recorder.checkpoint(run, batch)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from mcore_rl import memory
 from mcore_rl.algorithms import (
     group_advantages, groups_without_signal, kl_penalty, loss_counts, loss_weights, policy_loss, training_mask)
 from mcore_rl.gates import check_on_policy
@@ -29,6 +30,7 @@ def generate(run: Run, batch: Batch) -> None:
                     for g, row in enumerate(batch.rows)]
         batch.samples = [make_sample(run, done, batch.rows[done.request_id]) for done in run.rollout.generate(requests)]
         batch.metrics |= run.rollout.metrics()
+        memory.after_rollout(run, batch)
     lengths = [s.response_length for s in batch.samples]
     batch.metrics["response/length_mean"] = sum(lengths) / len(lengths)
     batch.metrics["response/length_max"] = float(max(lengths))
@@ -84,7 +86,9 @@ def reference_log_probs(run: Run, batch: Batch) -> None:
     """The frozen reference's log-probs of the sampled tokens."""
     c = run.config
     ids, masks = [s.token_ids for s in batch.samples], [s.mask for s in batch.samples]
+    memory.before_reference(run, batch)
     log_probs, _ = run.reference.log_probs(ids, c.actor.log_prob_micro_batch_size, c.rollout.temperature, masks)
+    memory.after_reference(run, batch)
     batch.put("reference_log_probs", log_probs)
 
 
@@ -102,6 +106,7 @@ def advantages(run: Run, batch: Batch) -> None:
 def update(run: Run, batch: Batch) -> None:
     """Clipped policy-gradient updates over the step's mini-batches, with the on-policy checks at the first."""
     c = run.config
+    memory.before_update(run, batch)
     count = c.actor.updates_per_step
     order = list(range(len(batch.samples)))
     size = -(-len(order) // count)
@@ -163,8 +168,10 @@ def _update_once(run: Run, batch: Batch, chosen: list[int]) -> tuple[list[Tensor
 def sync(run: Run, batch: Batch) -> None:
     """Bring the engines to the new weights, as version = step, on all ranks or on none."""
     if run.rollout is not None:
+        memory.before_sync(run, batch)
         report = run.rollout.sync(run.actor.training, batch.step)
         batch.metrics.update({"sync/bytes": float(report.bytes), "sync/seconds": report.seconds, "sync/checksum_seconds": report.checksum_seconds})
+        memory.after_sync(run, batch)
     else:
         batch.metrics.update({"sync/bytes": 0.0, "sync/seconds": 0.0})
     batch.metrics["weights/version"] = float(batch.step)

@@ -17,6 +17,7 @@ from parallel.log_probs import head_log_probs
 from parallel.micro_batch import MicroBatch
 from parallel.model import build_modules, choose_layer_implementation, named_tensors, torch_dtype, transformer_config
 from parallel.model_config import ModelConfig
+from parallel.offload import Offload
 
 # (micro-batch, log-probs, entropy) -> (loss to differentiate, outputs); both are [sum of (length - 1)] over the micro-batch's sequences
 # (`MicroBatch.split`), 0 where nothing was predicted
@@ -46,7 +47,10 @@ class OptimizerConfig:
 
 @dataclass(eq=False)
 class TrainingModel:
-    """A role's model on this rank. `modules` are the bare GPTModels, `chunks` what the schedule runs (DDP where trained)."""
+    """A role's model on this rank. `modules` are the bare GPTModels, `chunks` what the schedule runs (DDP where trained).
+
+    `memory` gives up what training holds between phases; using what is given up raises RuntimeError.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -61,6 +65,9 @@ class TrainingModel:
     optimizer: Any = None
     scheduler: Any = None
 
+    def __post_init__(self) -> None:
+        self.memory = Offload(self)
+
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, Megatron-Core's parallel state is this role's."""
@@ -70,6 +77,7 @@ class TrainingModel:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """This rank's weights by mcore layout name; writing into them needs `reload_main_params` afterwards."""
+        self.memory.require("parameters")
         return named_tensors(self.modules)
 
     @property
@@ -85,6 +93,7 @@ class TrainingModel:
     def reload_main_params(self) -> None:
         """Copy parameters into the optimizer's fp32 main parameters, after weights were loaded."""
         if self.optimizer is not None:
+            self.memory.require("optimizer", "parameters")
             with self.entered():
                 self.optimizer.reload_model_params()
 
@@ -97,6 +106,7 @@ class TrainingModel:
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        self.memory.require("parameters", *(() if forward_only else ("gradients",)))
         with self.entered(), torch.set_grad_enabled(not forward_only):
             for module in self.modules:
                 module.train(not forward_only)
@@ -148,6 +158,7 @@ class TrainingModel:
 
         Raises FloatingPointError where the gradient is not finite: nothing is applied.
         """
+        self.memory.require("optimizer", "gradients", "parameters")
         with self.entered():
             lr = float(self.optimizer.param_groups[0]["lr"])
             succeeded, grad_norm, _ = self.optimizer.step()

@@ -51,8 +51,8 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def values(row: dict[str, Any]) -> dict[str, Any]:
-    """A metrics record without what depends on the clock, and without what the engine had to compute (a resume finds no cached prompts)."""
-    return {k: v for k, v in row.items() if not k.startswith(("time/", "engine/")) and not k.endswith(("seconds", "_per_second"))}
+    """A metrics record without what depends on the clock and on the process, and without what the engine had to compute (a resume finds no cached prompts)."""
+    return {k: v for k, v in row.items() if not k.startswith(("time/", "engine/", "memory/")) and not k.endswith(("seconds", "_per_second"))}
 
 
 def run_training(config: str, overrides: list[str], with_weights: bool = False) -> Any:
@@ -78,5 +78,6 @@ def run_training(config: str, overrides: list[str], with_weights: bool = False) 
                 train(run, recorder)
             finally:
                 recorder.close()
+            run.actor.training.memory.restore(["parameters"])
             weights = gathered(run.actor.training, run.actor.training.tensors) if with_weights else None
     return (read_metrics(directory), weights) if dist.get_rank() == 0 else None

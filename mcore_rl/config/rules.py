@@ -53,6 +53,11 @@ class Config:
         return self.sft.steps if self.kind == "sft" and self.sft else self.run.steps * self.actor.updates_per_step
 
     @property
+    def offloads(self) -> bool:
+        """Whether trainer and engine take turns in holding memory."""
+        return self.actor.offload != "none"
+
+    @property
     def log_prob_gap_gate(self) -> float | None:
         """algorithm.log_prob_gap_max with auto resolved; None: no gate."""
         exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32" and not self.rollout.fp8
@@ -106,6 +111,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
          "mcore-rl sft does not use it (the number of steps is sft.steps)"),
         (c.kind != "sft", ["sft"], f"mcore-rl {c.kind} does not use it; it is for mcore-rl sft"),
         (c.kind != "sft", ["data.response_field"], "only mcore-rl sft learns from responses"),
+        (c.kind != "train" or c.run.only is not None or c.rollout.replay is not None, ["actor.offload"],
+         "trainer and engine do not take turns: only mcore-rl train without run.only and rollout.replay does so"),
         (c.actor.max_tokens_per_micro_batch is not None, ["actor.micro_batch_size", "actor.log_prob_micro_batch_size"],
          "actor.max_tokens_per_micro_batch is set and takes its place; remove one of the two"),
         (not c.critic.enabled, ["critic.parallel", "critic.optimizer"], "critic.enabled is false"),

@@ -104,6 +104,9 @@ class ActorConfig:
     updates_per_step: int = option("optimizer updates (mini-batches) made from the samples of one step", 1, low=1)
     skip_old_log_probs: bool = option("take old log-probs from the update's own forward instead of a pass of their own "
                                       "(allowed with one update per step, where the two are equal)", False)
+    offload: Literal["none", "optimizer", "all"] = option(
+        "what the actor gives up while the engine generates, and the engine while the actor trains. optimizer: its state, fp32 main parameters and "
+        "gradients; all: weights too, and the reference's. To pinned host memory from a GPU, to a file in run.dir from a CPU", "none")
     layer_implementation: Literal["auto", "torch", "te"] = option("te: Transformer Engine; auto: te where it imports on a GPU", "auto")
 
     def __post_init__(self) -> None:

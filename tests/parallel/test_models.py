@@ -14,7 +14,7 @@ IDS = [[5, 6, 7, 8, 150, 202, 1, 9], [3, 3, 40, 2, 11, 77, 100, 4]]
 LAYOUTS = [(1, {}), (2, dict(tp=2)), (2, dict(pp=2)), (4, dict(tp=2, pp=2))]
 
 
-def open_model(directory: str, parallel: dict[str, Any], train: bool = False, divisor: int = 8, **optimizer: Any) -> Any:
+def open_model(directory: str, parallel: dict[str, Any], train: bool = False, divisor: int = 8, dtype: str = "float32", **optimizer: Any) -> Any:
     """A TrainingModel with the weights of a HF directory, on this rank of the pool's world."""
     import torch.distributed as dist
 
@@ -31,8 +31,8 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
     model = ModelConfig.from_directory(directory, make_vocab_size_divisible_by=divisor)
     layout = ParallelConfig(**parallel)
     layout.validate(world, model)
-    training = build(model, layout, "float32", device, rank, world, 7, OptimizerConfig(**optimizer) if train else None)
-    read_hf(directory, mcore_layout(model, layout, rank, world, torch.float32), training.tensors, model)
+    training = build(model, layout, dtype, device, rank, world, 7, OptimizerConfig(**optimizer) if train else None)
+    read_hf(directory, mcore_layout(model, layout, rank, world, training.dtype), training.tensors, model)
     training.reload_main_params()
     return training
 

@@ -25,7 +25,7 @@ from trtllm_rollout.embedded.decoder import Decoder, TensorParallel
 from trtllm_rollout.embedded.generation import Generation
 from trtllm_rollout.embedded.kv_cache import KVCache, block_count
 from trtllm_rollout.embedded.limits import Limits
-from trtllm_rollout.embedded.memory import give_back_freed
+from parallel.memory import give_back_freed
 from trtllm_rollout.embedded.scheduler import Scheduler
 from trtllm_rollout.protocol import Completion, EngineRefuses, Progress, Request
 
