@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class Policy:
                 value = value + one
             return value, reports
 
-        outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size, masks), total, temperature)
+        outputs = self.training.forward_backward(self._micro_batches(sequences, chosen, size, masks), total, temperature, update_sequences=len(chosen))
         position = {i: k for k, i in enumerate(chosen)}
         mine = {position[i]: v.cpu() for output in outputs for i, v in output.items()} if self.training.is_output_rank else {}
         reports = self.exchange.merge(mine, len(chosen), "update reports")
@@ -76,6 +77,23 @@ class Policy:
             raise FloatingPointError(f"the loss of samples {broken[:8]} is not finite; no weight was changed")
         grad_norm, lr = self.training.optimizer_step()
         return reports, grad_norm, lr
+
+
+    def load(self) -> dict[str, float]:
+        """How the last update's tokens spread over the experts, as `moe/*` metrics; a collective. {} of a model without experts.
+
+        `moe/max_load_share`: the largest share of an expert in a layer, times the number of experts (1 is even). `moe/load_entropy`: the
+        smallest entropy of a layer's shares, divided by that of an even load. `moe/aux_loss`: mean over layers, without its coefficient.
+        """
+        layers = {layer: found for part in self.exchange.gather(self.training.load) for layer, found in part.items()}
+        shares = [counts / counts.sum() for counts, _ in layers.values() if counts.sum() > 0]
+        if not shares:
+            return {}
+        out = {"moe/max_load_share": max(float(s.max()) * len(s) for s in shares),
+               "moe/load_entropy": min(float(torch.special.entr(s).sum()) / math.log(len(s)) for s in shares)}
+        if self.training.options.moe.loss:
+            out["moe/aux_loss"] = sum(loss for _, loss in layers.values()) / len(layers)
+        return out
 
 
 def _full(row: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from parallel.environment import Environment, exit_with_launcher, read_environme
 from parallel.errors import UserError
 from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
+from parallel.options import TrainingOptions
 from parallel.packing import Batching
 from parallel.training import OptimizerConfig, TrainingModel, build
 from resharding.layouts import mcore_layout
@@ -122,10 +123,11 @@ def stop_ids(model: ModelConfig, tokenizer: Any) -> set[int]:
 
 def make_policy(world: World, model: ModelConfig, parallel: ParallelConfig, dtype: str, seed: int, weights: str | None,
                 optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto", role: str = "actor",
-                batching: Batching = Batching()) -> Policy:
+                batching: Batching = Batching(), options: TrainingOptions = TrainingOptions()) -> Policy:
     """Build a role's model on all ranks and read its weights from a Hugging Face directory."""
     parallel.validate(world.size, model, role)
-    training = build(model, parallel, dtype, world.device, world.rank, world.size, seed, optimizer, layer_implementation)
+    options.validate(model, batching.packing, role)
+    training = build(model, parallel, dtype, world.device, world.rank, world.size, seed, optimizer, layer_implementation, options)
     if weights is not None:
         load_weights(training, weights, world)
     return Policy(training, world.exchange, world.size, batching)
@@ -138,12 +140,17 @@ def batching_options(config: Config) -> Batching:
 
 def optimizer_options(config: Config) -> OptimizerConfig:
     """The actor's optimizer; a decay without an end of its own ends with the run."""
-    values = asdict(config.actor.optimizer)
+    values = asdict(config.actor.optimizer) | {"freeze": config.actor.freeze}
     if values["schedule"] != "constant":
         values["decay_steps"] = values["decay_steps"] or config.total_updates
     if config.run.only is not None:  # no step is taken: a warm-up longer than the run is no fault
         values["warmup_steps"] = 0
     return OptimizerConfig(**values)
+
+
+def training_options(config: Config) -> TrainingOptions:
+    """What the actor's backward pass computes again, and how it balances experts."""
+    return TrainingOptions(config.actor.recompute, config.actor.recompute_modules, config.actor.moe)
 
 
 def load_weights(training: TrainingModel, directory: str | Path, world: World) -> None:

@@ -58,7 +58,7 @@ def _step(examples: Sequence[SftExample]) -> Any:
         reports, grad_norm, lr = run.actor.update([e.token_ids for e in chosen], range(len(chosen)), run.config.actor.micro_batch_size, 1.0, loss,
                                                  [e.mask for e in chosen])
         batch.metrics.update({"sft/loss": torch.stack(reports).double().sum().item(), "sft/grad_norm": grad_norm,
-                              "sft/learning_rate": lr, "sft/tokens": float(counts[0])})
+                              "sft/learning_rate": lr, "sft/tokens": float(counts[0]), **run.actor.load()})
 
     return supervised_update
 

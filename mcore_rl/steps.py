@@ -122,6 +122,7 @@ def update(run: Run, batch: Batch) -> None:
     m = batch.metrics
     m["actor/loss"] = every[:, 0].sum().item() / len(sums)
     m["actor/grad_norm"], m["actor/learning_rate"] = grad_norm, lr
+    m.update(run.actor.load())
     m["actor/entropy"] = every[:, 4].sum().item() / tokens
     m["actor/clip_fraction"] = every[:, 5].sum().item() / tokens
     if c.algorithm.kl_coefficient > 0:

@@ -10,33 +10,57 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from parallel.balancing import Load, Tokens
 from parallel.errors import UserError
 from parallel.micro_batch import MicroBatch, Segment
 from parallel.model_config import MoE
+from parallel.options import MoEOptions
 from parallel.packing import SHARED_NEEDS_TORCH
-from parallel.routing import choose_experts
+from parallel.routing import choose_experts, probabilities
 
 
 class Router(TopKRouter):
-    """Megatron's router with `choose_experts`. Load-balancing losses are not applied.
+    """Megatron's router with `choose_experts` and the balancing of `parallel.balancing`.
 
-    The correction bias is Megatron's fp32 buffer `expert_bias`: no gradient and no weight decay reach it, and with an update
-    rate of 0 (see `transformer_config`) training leaves it as it was loaded.
+    The correction bias is Megatron's fp32 buffer `expert_bias`: no gradient and no weight decay reach it, and Megatron's own update
+    has a rate of 0 (see `transformer_config`). `tokens` is what the layer's packed row said last (`watch_rows`).
     """
 
     def __init__(self, moe: MoE, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.moe = moe
+        self.moe, self.load, self.balancing = moe, Load(), MoEOptions()
+        self.tokens: Tokens | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [tokens, sequences, experts] -> weights (0 where not chosen) and choice, both [tokens * sequences, experts]."""
         logits = logits.reshape(-1, self.moe.num_experts)
         weights, indices = choose_experts(logits, self.moe, self.expert_bias)
         chosen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter(1, indices, True)
-        return torch.zeros(logits.shape, dtype=weights.dtype, device=logits.device).scatter(1, indices, weights), chosen
+        spread = torch.zeros(logits.shape, dtype=weights.dtype, device=logits.device).scatter(1, indices, weights)
+        # a checkpointed layer counts in its second pass, which has gradients, only
+        if self.tokens is not None and torch.is_grad_enabled() and self.training:
+            scores = probabilities(logits, self.moe)
+            shares = scores / scores.sum(-1, keepdim=True) if self.moe.score == "sigmoid" else scores
+            loss = self.load.add(self, self.tokens, shares, chosen, self.balancing)
+            if loss is not None:
+                spread = MoEAuxLossAutoScaler.apply(spread, self.balancing.aux_loss_coefficient * loss)
+        return spread, chosen
+
+
+def watch_rows(module: Any, options: MoEOptions) -> None:
+    """Let the routers of a GPTModel know which tokens they see: a layer's row says so, also when the backward pass computes it again."""
+
+    def tell(layer: Any, _: Any, named: dict[str, Any]) -> None:
+        layer.mlp.router.tokens = getattr(named.get("packed_seq_params"), "routed", None)
+
+    for layer in module.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            layer.mlp.router.balancing = options
+            layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 
 class BiasedRowLinear(RowParallelLinear):

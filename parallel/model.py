@@ -14,6 +14,7 @@ from parallel.errors import UserError
 from parallel.latent_attention import whole_along_sequence
 from parallel.layers import LATENT_NORM_EPS, block_spec
 from parallel.model_config import ModelConfig, Yarn
+from parallel.options import TrainingOptions
 from parallel.rope import rotary_scale, set_frequencies
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ def _beyond_transformer_engine(model: ModelConfig) -> str | None:
     return None
 
 
-def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, implementation: str) -> Any:
+def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, implementation: str,
+                       options: TrainingOptions = TrainingOptions()) -> Any:
     """Megatron's TransformerConfig. Fusions that need Transformer Engine or apex are off in the `torch` implementation."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -74,7 +76,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         calculate_per_token_loss=True, moe_token_dispatcher_type="alltoall",  # asked for in dense models too: see variable_seq_lengths
         gradient_accumulation_fusion=False, masked_softmax_fusion=fused, bias_activation_fusion=fused,
         bias_dropout_fusion=fused, apply_rope_fusion=fused and plain_rotary, persist_layer_norm=fused,
-        **_activation(model), **_attention(model), **_experts(model, parallel, fused), **_pipeline(parallel))
+        **_activation(model), **_attention(model), **_experts(model, parallel, fused), **_pipeline(parallel), **options.megatron())
     if model.mla is None and rotary_scale(model) != 1.0:
         # Megatron's attention scales by 0.1 x mscale x ln(factor) + 1 where the configuration has these attributes
         config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (rotary_scale(model) - 1.0), 0.0
@@ -116,7 +118,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, grouped: bool) -> dic
         moe_layer_freq=1 if len(model.moe_layers) == model.num_layers else [int(i in model.moe_layers) for i in range(model.num_layers)],
         moe_shared_expert_intermediate_size=moe.shared_intermediate_size or None, moe_shared_expert_gate=moe.shared_gate,
         expert_model_parallel_size=parallel.ep, expert_tensor_parallel_size=parallel.expert_tp,
-        # how experts are chosen and weighed is `Router`'s business; these say what Megatron's checks and buffers ask for
+        # how experts are chosen, weighed and kept in balance is `Router`'s business; these say what Megatron's checks and buffers ask for
         moe_router_score_function=moe.score, moe_router_pre_softmax=moe.score == "softmax", moe_router_dtype="fp32",
         moe_router_enable_expert_bias=moe.correction_bias, moe_router_bias_update_rate=0.0,
         moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0, moe_grouped_gemm=grouped, moe_permute_fusion=False)

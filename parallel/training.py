@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parallel import balancing
 from parallel.config import Coordinates, ParallelConfig
 from parallel.device import Device, prepare_dtype
 from parallel.groups import RoleGroups, role_groups
@@ -18,6 +19,8 @@ from parallel.micro_batch import MicroBatch
 from parallel.model import build_modules, choose_layer_implementation, named_tensors, torch_dtype, transformer_config
 from parallel.model_config import ModelConfig
 from parallel.offload import Offload
+from parallel.options import TrainingOptions
+from parallel.parameter_rules import NO_WEIGHT_DECAY, check_patterns, freeze, overrides
 
 # (micro-batch, log-probs, entropy) -> (loss to differentiate, outputs); both are [sum of (length - 1)] over the micro-batch's sequences
 # (`MicroBatch.split`), 0 where nothing was predicted
@@ -29,7 +32,8 @@ class OptimizerConfig:
     """AdamW, clipping by global norm (0: none) and the learning-rate schedule, which counts optimizer steps.
 
     `schedule` is constant, linear or cosine: from `lr` after `warmup_steps` down to `min_lr` at `decay_steps`. `distributed`
-    cuts the optimizer state over data-parallel ranks.
+    cuts the optimizer state over data-parallel ranks. Parameters whose canonical names match `no_weight_decay` do not decay; those that
+    match `freeze` are not trained.
     """
 
     lr: float = 1e-6
@@ -43,6 +47,8 @@ class OptimizerConfig:
     schedule: str = "constant"
     decay_steps: int | None = None
     distributed: bool = True
+    no_weight_decay: tuple[str, ...] = NO_WEIGHT_DECAY
+    freeze: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -64,9 +70,11 @@ class TrainingModel:
     implementation: str = "torch"
     optimizer: Any = None
     scheduler: Any = None
+    options: TrainingOptions = TrainingOptions()
 
     def __post_init__(self) -> None:
         self.memory = Offload(self)
+        self.load: dict[int, tuple[Tensor, float]] = {}  # of the last update: see `parallel.balancing.settle`
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -98,11 +106,12 @@ class TrainingModel:
                 self.optimizer.reload_model_params()
 
     def forward_backward(self, micro_batches: list[MicroBatch], loss_function: LossFunction, temperature: float = 1.0,
-                         forward_only: bool = False) -> list[dict[str, Any]]:
+                         forward_only: bool = False, update_sequences: int | None = None) -> list[dict[str, Any]]:
         """Run the schedule; returns the loss function's outputs of every micro-batch (on the last stage, else empty).
 
         The gradient is the sum over micro-batches and data-parallel ranks of the gradients of the returned losses:
-        weights that come from global counts make it independent of the split.
+        weights that come from global counts make it independent of the split. `update_sequences` are the sequences of all ranks in this
+        update, by which auxiliary losses of experts are divided.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -114,24 +123,31 @@ class TrainingModel:
                 for chunk in self.chunks:
                     chunk.zero_grad_buffer()
                 self.optimizer.zero_grad()
+                balancing.forget(self)
+                if self.options.moe.loss and update_sequences is None:
+                    raise ValueError("an auxiliary loss of experts needs update_sequences")
             iterators = [iter(micro_batches) for _ in self.chunks]
             return get_forward_backward_func()(
-                forward_step_func=self._forward_step(loss_function, temperature),
+                forward_step_func=self._forward_step(loss_function, temperature, update_sequences or 1, len(micro_batches)),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0], num_microbatches=len(micro_batches),
                 seq_length=max(m.tokens.shape[1] for m in micro_batches),
                 micro_batch_size=max(m.tokens.shape[0] for m in micro_batches), forward_only=forward_only)
 
-    def _forward_step(self, loss_function: LossFunction, temperature: float) -> Callable[..., Any]:
+    def _forward_step(self, loss_function: LossFunction, temperature: float, update_sequences: int, count: int) -> Callable[..., Any]:
         from megatron.core import parallel_state
 
         from parallel.megatron_modules import packed_row
 
         group = parallel_state.get_tensor_model_parallel_group()
+        micro_batches = count * parallel_state.get_data_parallel_world_size()
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro_batch = next(iterator)
-            output = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=packed_row(micro_batch, self.implementation))
+            row = packed_row(micro_batch, self.implementation)
+            if row is not None and self.model.moe is not None:
+                row.routed = balancing.tokens_of(micro_batch, self.options.moe, update_sequences, micro_batches)
+            output = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=row)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 log_probs, entropy = self._predict(hidden.flatten(0, 1)[micro_batch.rows], micro_batch.targets, temperature, group)
@@ -165,38 +181,44 @@ class TrainingModel:
             if not succeeded or grad_norm is None or not torch.isfinite(torch.as_tensor(float(grad_norm))):
                 raise FloatingPointError(f"the gradient norm is {grad_norm}: a loss or a weight is not finite")
             self.scheduler.step(increment=1)
+            self.load = balancing.settle(self, self.options.moe)
         return float(grad_norm), lr
 
 
 def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Device, rank: int, world_size: int, seed: int,
-          optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto") -> TrainingModel:
+          optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto",
+          options: TrainingOptions = TrainingOptions()) -> TrainingModel:
     """Build a role's model on every rank (a collective). Without `optimizer` it is frozen: forward passes only.
 
     Weights are random: load them (`checkpoint.hf.read_hf` into `.tensors`), then `reload_main_params`.
     """
+    options.validate(model)
+    if optimizer is not None:
+        check_patterns(model, optimizer.freeze, optimizer.no_weight_decay)
     prepare_dtype(torch_dtype(dtype), device)
     groups = role_groups(parallel, seed)
     implementation = choose_layer_implementation(layer_implementation, device, model)
     with groups.entered():
-        config = transformer_config(model, parallel, torch_dtype(dtype), implementation)
+        config = transformer_config(model, parallel, torch_dtype(dtype), implementation, options)
         modules = build_modules(model, parallel, config, implementation)
-        from parallel.megatron_modules import return_hidden_states
+        from parallel.megatron_modules import return_hidden_states, watch_rows
 
         for module in modules:
             module.to(device.torch)
             if module.post_process:
                 return_hidden_states(module)
+            watch_rows(module, options.moe)
         built = TrainingModel(model, parallel, torch_dtype(dtype), device, groups, config, modules, list(modules),
-                              parallel.coordinates(rank, world_size), implementation)
+                              parallel.coordinates(rank, world_size), implementation, options=options)
         if optimizer is None:
             for module in modules:
                 module.requires_grad_(False)
         else:
-            _make_trainable(built, optimizer)
+            _make_trainable(built, optimizer, rank, world_size)
     return built
 
 
-def _make_trainable(built: TrainingModel, options: OptimizerConfig) -> None:
+def _make_trainable(built: TrainingModel, options: OptimizerConfig, rank: int, world_size: int) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -207,13 +229,15 @@ def _make_trainable(built: TrainingModel, options: OptimizerConfig) -> None:
 
         for module in built.modules:
             name_cuda_types(module.parameters())
+    freeze(built, options.freeze, rank, world_size)
+    without_decay = overrides(built, options.no_weight_decay, rank, world_size)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=options.distributed, grad_reduce_in_fp32=bf16)
     built.chunks = [DistributedDataParallel(built.config, ddp, module) for module in built.modules]
     built.config.finalize_model_grads_func = _finalize_gradients
     built.optimizer = get_megatron_optimizer(MegatronOptimizerConfig(
         optimizer="adam", lr=options.lr, min_lr=options.min_lr, adam_beta1=options.beta1, adam_beta2=options.beta2,
         adam_eps=options.eps, weight_decay=options.weight_decay, clip_grad=options.clip_grad, bf16=bf16,
-        params_dtype=built.dtype, use_distributed_optimizer=options.distributed), built.chunks)
+        params_dtype=built.dtype, use_distributed_optimizer=options.distributed), built.chunks, without_decay)
     built.scheduler = _scheduler(built.optimizer, options)
 
 

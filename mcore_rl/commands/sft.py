@@ -15,7 +15,7 @@ from mcore_rl.config import Config, describe, load_config
 from mcore_rl.data import PromptStream, SftExample, sft_examples
 from mcore_rl.progress import Progress
 from mcore_rl.record import Recorder
-from mcore_rl.run import Run, World, batching_options, joined, make_policy, optimizer_options, take_directory
+from mcore_rl.run import Run, World, batching_options, joined, make_policy, optimizer_options, take_directory, training_options
 from mcore_rl.scratch import make_from_scratch
 from mcore_rl.sft import train_supervised
 from mcore_rl.tokens import load_tokenizer
@@ -56,7 +56,8 @@ def run_sft(config: Config, world: World) -> None:
         prompts = PromptStream(len(examples), config.run.seed, config.sft.batch_size, config.data.shuffle, report.fingerprint)
         run = Run(config, world, model, tokenizer, [], prompts, directory, lease=lease)
         run.actor = make_policy(world, model, config.actor.parallel, config.model.dtype, config.run.seed, config.model.path,
-                                optimizer_options(config), config.actor.layer_implementation, batching=batching_options(config))
+                                optimizer_options(config), config.actor.layer_implementation, batching=batching_options(config),
+                                options=training_options(config))
         progress = Progress(config.sft.steps, title="sft") if world.rank == 0 else None
         if progress is not None:
             run.on_phase = progress.phase

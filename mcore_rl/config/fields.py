@@ -48,7 +48,8 @@ def type_text(hint: Any) -> str:
         if get_origin(part) is Literal:
             words += [str(a) for a in get_args(part)]
         elif get_origin(part) is tuple:
-            words.append(f"list of {type_text(get_args(part)[0])}s")
+            item = get_args(part)[0]
+            words.append(f"list of {type_text(item)}" + ("" if get_origin(item) is Literal else "s"))
         elif section_type(part):
             words.append("section")
         else:

@@ -10,6 +10,8 @@ from typing import Literal
 
 from mcore_rl.config.fields import check_ranges, option
 from parallel.config import ParallelConfig
+from parallel.options import MoEOptions, Recompute, RecomputeModule
+from parallel.parameter_rules import NO_WEIGHT_DECAY
 from trtllm_rollout.driver.options import DriverOptions
 
 
@@ -83,6 +85,8 @@ class OptimizerConfig:
     schedule: Literal["constant", "linear", "cosine"] = option("what the learning rate does after warm-up", "constant")
     decay_steps: int | None = option("optimizer step at which min_lr is reached; null: the last one of the run", None, low=1)
     distributed: bool = option("cut optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer)", True)
+    no_weight_decay: tuple[str, ...] = option("parameters without weight decay, as patterns on Hugging Face names (Megatron's rule: vectors)",
+                                              NO_WEIGHT_DECAY)
 
     def __post_init__(self) -> None:
         check_ranges(self, "optimizer")
@@ -107,6 +111,11 @@ class ActorConfig:
     offload: Literal["none", "optimizer", "all"] = option(
         "what the actor gives up while the engine generates, and the engine while the actor trains. optimizer: its state, fp32 main parameters and "
         "gradients; all: weights too, and the reference's. To pinned host memory from a GPU, to a file in run.dir from a CPU", "none")
+    freeze: tuple[str, ...] = option("parameters that are not trained, as patterns on Hugging Face names, such as \"*.embed_tokens.*\"", ())
+    recompute: Recompute = option("activations that the backward pass computes again instead of keeping. full: all of a layer; selective: "
+                                  "recompute_modules", "none")
+    recompute_modules: tuple[RecomputeModule, ...] = option("parts of a layer that recompute: selective computes again", ("core_attn",))
+    moe: MoEOptions = option("the load of experts", section=MoEOptions)
     layer_implementation: Literal["auto", "torch", "te"] = option("te: Transformer Engine; auto: te where it imports on a GPU", "auto")
 
     def __post_init__(self) -> None:

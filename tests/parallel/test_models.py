@@ -14,7 +14,7 @@ IDS = [[5, 6, 7, 8, 150, 202, 1, 9], [3, 3, 40, 2, 11, 77, 100, 4]]
 LAYOUTS = [(1, {}), (2, dict(tp=2)), (2, dict(pp=2)), (4, dict(tp=2, pp=2))]
 
 
-def open_model(directory: str, parallel: dict[str, Any], train: bool = False, divisor: int = 8, dtype: str = "float32", **optimizer: Any) -> Any:
+def open_model(directory: str, parallel: dict[str, Any], train: bool = False, divisor: int = 8, dtype: str = "float32", options: Any = None, **optimizer: Any) -> Any:
     """A TrainingModel with the weights of a HF directory, on this rank of the pool's world."""
     import torch.distributed as dist
 
@@ -22,6 +22,7 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
     from parallel.config import ParallelConfig
     from parallel.device import Device, prepare_megatron
     from parallel.model_config import ModelConfig
+    from parallel.options import TrainingOptions
     from parallel.training import OptimizerConfig, build
     from resharding.layouts import mcore_layout
 
@@ -31,7 +32,8 @@ def open_model(directory: str, parallel: dict[str, Any], train: bool = False, di
     model = ModelConfig.from_directory(directory, make_vocab_size_divisible_by=divisor)
     layout = ParallelConfig(**parallel)
     layout.validate(world, model)
-    training = build(model, layout, dtype, device, rank, world, 7, OptimizerConfig(**optimizer) if train else None)
+    training = build(model, layout, dtype, device, rank, world, 7, OptimizerConfig(**optimizer) if train else None,
+                     options=options or TrainingOptions())
     read_hf(directory, mcore_layout(model, layout, rank, world, training.dtype), training.tensors, model)
     training.reload_main_params()
     return training
