@@ -28,6 +28,7 @@ from parallel.model import torch_dtype
 from parallel.model_config import ModelConfig
 from parallel.options import TrainingOptions
 from parallel.packing import Batching
+from parallel.parameter_rules import frozen_in_some_layers
 from parallel.training import OptimizerConfig, TrainingModel, build
 from resharding.layouts import mcore_layout
 from trtllm_rollout.protocol import SamplingParams
@@ -146,6 +147,17 @@ def optimizer_options(config: Config) -> OptimizerConfig:
     if config.run.only is not None:  # no step is taken: a warm-up longer than the run is no fault
         values["warmup_steps"] = 0
     return OptimizerConfig(**values)
+
+
+def check_frozen(config: Config, model: ModelConfig) -> None:
+    """Refuse frozen layers in a run that writes checkpoints. Raises UserError."""
+    name = frozen_in_some_layers(model, config.actor.freeze)
+    if config.checkpoint.every and name is not None:
+        raise UserError(f"actor.freeze matches {name} and not the same parameter of other layers, and checkpoint.every is {config.checkpoint.every}: "
+                        "Megatron-Core's checkpoints stack the optimizer over layers and cannot leave some out; freeze it in all layers, or set checkpoint.every=0")
+    if config.checkpoint.every and config.actor.freeze and config.actor.parallel.pp > 1 and not config.actor.optimizer.distributed:
+        raise UserError("actor.freeze with actor.optimizer.distributed false, actor.parallel.pp above 1 and checkpoint.every above 0: stages that train "
+                        "different numbers of parameters cannot read such a checkpoint; set actor.optimizer.distributed=true")
 
 
 def training_options(config: Config) -> TrainingOptions:

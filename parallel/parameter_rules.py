@@ -36,6 +36,17 @@ def check_patterns(model: ModelConfig, freeze: Sequence[str], no_weight_decay: S
         raise UserError(f"{role}.freeze matches every parameter of the model: nothing would be trained; match fewer")
 
 
+def frozen_in_some_layers(model: ModelConfig, patterns: Sequence[str]) -> str | None:
+    """A frozen parameter that is not frozen in another layer (or expert); None where there is none.
+
+    Megatron's checkpoints stack the optimizer's tensors over layers, and cannot be written with gaps.
+    """
+    frozen: dict[str, dict[bool, str]] = {}
+    for p, names in _model_parameters(model):
+        frozen.setdefault(p.mcore, {})[matches(names[0], patterns)] = names[0]
+    return next((found[True] for found in frozen.values() if len(found) == 2), None)
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a canonical name matches one of the patterns (`*`, `?`, `[...]`; a dot is no boundary)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -15,7 +15,7 @@ from mcore_rl.config import Config, describe, load_config
 from mcore_rl.data import PromptStream, SftExample, sft_examples
 from mcore_rl.progress import Progress
 from mcore_rl.record import Recorder
-from mcore_rl.run import Run, World, batching_options, joined, make_policy, optimizer_options, take_directory, training_options
+from mcore_rl.run import Run, World, batching_options, check_frozen, joined, make_policy, optimizer_options, take_directory, training_options
 from mcore_rl.scratch import make_from_scratch
 from mcore_rl.sft import train_supervised
 from mcore_rl.tokens import load_tokenizer
@@ -55,6 +55,7 @@ def run_sft(config: Config, world: World) -> None:
         _check_examples(examples, model)
         prompts = PromptStream(len(examples), config.run.seed, config.sft.batch_size, config.data.shuffle, report.fingerprint)
         run = Run(config, world, model, tokenizer, [], prompts, directory, lease=lease)
+        check_frozen(config, model)
         run.actor = make_policy(world, model, config.actor.parallel, config.model.dtype, config.run.seed, config.model.path,
                                 optimizer_options(config), config.actor.layer_implementation, batching=batching_options(config),
                                 options=training_options(config))

@@ -22,7 +22,7 @@ from mcore_rl.progress import Progress, print_summary
 from mcore_rl.record import Recorder
 from mcore_rl.rewards import check_answers, make_reward
 from mcore_rl.rollout import check_engine_size, check_engine_world
-from mcore_rl.run import Run, World, batching_options, joined, make_policy, make_rollout, optimizer_options, take_directory, training_options
+from mcore_rl.run import Run, World, batching_options, check_frozen, joined, make_policy, make_rollout, optimizer_options, take_directory, training_options
 from mcore_rl.tokens import load_tokenizer
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
@@ -149,6 +149,7 @@ def _check_lengths(run: Run) -> None:
 
 def _build_roles(run: Run) -> None:
     c = run.config
+    check_frozen(c, run.model)
     run.actor = make_policy(run.world, run.model, c.actor.parallel, c.model.dtype, c.run.seed, c.model.path,
                             optimizer_options(c), c.actor.layer_implementation, batching=batching_options(c), options=training_options(c))
     if c.algorithm.kl_coefficient > 0:
