@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.context_parallel import gather_tokens, held_columns
 from parallel.micro_batch import Segment
 
 
@@ -16,7 +17,7 @@ class SDPACoreAttention(torch.nn.Module):
     q [tokens, sequences, heads / tp, head_dim], k and v [tokens, sequences, kv_heads / tp, head_dim] (of latent attention v has
     a size of its own) -> [tokens, sequences, heads / tp * v_head_dim]. Sequences are padded on the right, so causality alone
     keeps padding out of real tokens. Packed rows come with `PackedRow`: q, k and v [tokens, heads, head_dim] -> [tokens, heads * v_head_dim],
-    where every segment sees itself and its prefix only.
+    where every segment sees itself and its prefix only. Under context parallelism tokens are this rank's (`parallel.context_parallel`).
 
     The window is Megatron's `window_size` (left, 0): a position sees itself and `left` positions before it, in the layers that
     `window_attn_skip_freq` marks with 1. With `softmax_type` learnable every head has one more score, `softmax_offset`
@@ -28,8 +29,7 @@ class SDPACoreAttention(torch.nn.Module):
         from megatron.core.transformer.utils import is_layer_window_attention
 
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("this core attention does not support context parallelism")
+        self._cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.scale = softmax_scale
         self.window = config.window_size[0] if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number) else None
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -45,6 +45,8 @@ class SDPACoreAttention(torch.nn.Module):
                 attn_mask_type: Any = None, attention_bias: Tensor | None = None, packed_seq_params: Any = None) -> Tensor:
         if attention_bias is not None or attention_mask is not None:
             raise ValueError("this core attention takes causal batches, packed or padded on the right: no mask or bias")
+        if self._cp_group is not None:
+            return self._cut_over_cp(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params.segments)
         return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
@@ -65,6 +67,33 @@ class SDPACoreAttention(torch.nn.Module):
         if tail or not out:  # padding: attends to nothing
             out.append(v[-1].new_zeros(1, query.shape[1], tail, value.shape[2]))
         return torch.cat(out, 2).squeeze(0).transpose(0, 1).flatten(1)
+
+    def _cut_over_cp(self, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
+        """The same for this rank's chunks of every sequence: keys and values of all ranks are gathered, queries stay where they are."""
+        cp, rank = self._cp_group.size(), self._cp_group.rank()
+        if row is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        tokens = query.shape[0] * cp
+        segments = (Segment(0, tokens),) if row is None else row.segments
+        lengths = [s.length for s in segments]
+        lengths.append(tokens - sum(lengths))  # the tail of a packed row
+        gathered = gather_tokens(torch.cat([key, value], -1), held_columns(lengths, cp).to(key.device), self._cp_group).permute(1, 2, 0, 3)
+        k, v = ([*x.split(lengths, 2)] for x in gathered.split([key.shape[-1], value.shape[-1]], -1))
+        q = query.permute(1, 2, 0, 3).split([n // (2 * cp) for n in lengths for _ in range(2)], 2)
+        at, out = {s.start: i for i, s in enumerate(segments)}, []
+        for i, segment in enumerate(segments):
+            size, before = segment.length // (2 * cp), segment.prefix[1]
+            j = at[segment.prefix[0]] if before else i
+            for part, chunk in ((q[2 * i], rank), (q[2 * i + 1], 2 * cp - 1 - rank)):
+                keys, values = (x[i][:, :, :(chunk + 1) * size] for x in (k, v))
+                if before:  # of a shared prompt without its padding
+                    keys, values = torch.cat([k[j][:, :, :before], keys], 2), torch.cat([v[j][:, :, :before], values], 2)
+                out.append(self._attend(part, keys, values, before + chunk * size))
+        tail = lengths[-1] // cp
+        if tail or not out:
+            out.append(value.new_zeros(query.shape[1], query.shape[2], tail, value.shape[-1]))
+        attended = torch.cat(out, 2).permute(2, 0, 1, 3).flatten(2)
+        return attended if row is None else attended.squeeze(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, before: int = 0) -> Tensor:
         """q [sequences, heads, tokens, head_dim], k and v [sequences, kv_heads, before + tokens, ...]: token t sees keys up to before + t."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -79,6 +80,17 @@ class ParallelConfig:
         return at.tp + self.tp * (at.cp + self.cp * (at.dp + self.dp(world_size) * at.pp))
 
     @property
+    def sequence_multiple(self) -> int:
+        """Tokens of a packed sequence are padded to a multiple of this: context parallelism cuts it into two chunks per rank."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens of a row are padded to a multiple of this: a context-parallel rank's part is cut once more by sequence parallelism."""
+        tp = self.tp if self.sequence_parallel else 1
+        return self.cp * math.lcm(2, tp) if self.cp > 1 else tp
+
+    @property
     def expert_tp(self) -> int:
         """Tensor-parallel size of experts."""
         return self.etp or self.tp
@@ -151,8 +163,6 @@ class ParallelConfig:
         if model.moe is not None and (model.moe.num_experts % self.ep or model.moe.intermediate_size % self.expert_tp):
             raise UserError(f"{where}: ep={self.ep} must divide the {model.moe.num_experts} experts, and etp={self.expert_tp} their "
                             f"intermediate size {model.moe.intermediate_size}")
-        if self.cp > 1:
-            raise UserError(f"{where}: cp={self.cp} is not supported by this version's attention; set cp=1")
         if self.tp > 1 and not self.sequence_parallel and (model.mla or model.moe):
             what = "latent attention" if model.mla else "experts"  # Megatron refuses the one and is silently wrong in the other
             raise UserError(f"{where}: {model.family} has {what}: tp={self.tp} needs sequence_parallel; set sequence_parallel=true")

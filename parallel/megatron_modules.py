@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from parallel.balancing import Load, Tokens
+from parallel.context_parallel import as_megatron_cuts, held_columns
 from parallel.errors import UserError
 from parallel.micro_batch import MicroBatch, Segment
 from parallel.model_config import MoE
@@ -84,26 +85,27 @@ class BiasedRowLinear(RowParallelLinear):
 class PackedRow(PackedSeqParams):
     """What attention must know of a packed row in the `torch` layer implementation, beside what Megatron asks for.
 
-    To Megatron it is one sequence, so that it hands on q, k and v as they are; positions [tokens] and segments say the rest.
+    To Megatron it is one sequence, so that it hands on q, k and v as they are; positions [tokens] and segments say the rest. Under
+    context parallelism positions are where Megatron takes this rank's from (`as_megatron_cuts`).
     """
 
     positions: Tensor | None = None
     segments: tuple[Segment, ...] = ()
 
 
-def packed_row(micro_batch: MicroBatch, implementation: str) -> PackedSeqParams | None:
-    """What Megatron's modules take beside the tokens of a micro-batch; None for padded rows.
+def packed_row(micro_batch: MicroBatch, implementation: str, cp: int = 1, cp_rank: int = 0) -> PackedSeqParams | None:
+    """What Megatron's modules take beside the tokens of a micro-batch; None for padded rows. With `cp` it is a rank's part (`cut`).
 
     Transformer Engine gets the sequences' boundaries, the padding at the end as one more sequence. Raises UserError for shared
     prompts there, of which its attention knows nothing.
     """
     if micro_batch.segments is None:
         return None
-    tokens, device = micro_batch.tokens.shape[1], micro_batch.tokens.device
+    tokens, device = micro_batch.tokens.shape[1] * cp, micro_batch.tokens.device
     if implementation == "torch":
         whole = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         return PackedRow(qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=tokens, max_seqlen_kv=tokens,
-                         positions=micro_batch.positions[0], segments=micro_batch.segments)
+                         positions=as_megatron_cuts(micro_batch.positions[0], cp, cp_rank), segments=micro_batch.segments)
     if any(s.prefix[1] for s in micro_batch.segments):
         raise UserError(SHARED_NEEDS_TORCH)
     ends = sorted({0, *(s.start + s.length for s in micro_batch.segments), tokens})
@@ -127,7 +129,10 @@ class Rotary(RotaryEmbedding):
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
+        angles = super().forward(max_seq_len, offset, True, cp_group)  # whole: it pins memory to cut padded rows, which a CPU lacks
+        group = cp_group or self.cp_group
+        if self._positions is None and not packed_seq and group is not None and group.size() > 1:
+            return angles[held_columns((max_seq_len,), group.size())[group.rank()]]
         return angles if self._positions is None else angles[self._positions]
 
 

@@ -18,7 +18,10 @@ from parallel.packing import Needed, Packing, needed
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + length) of a packed row: causal among themselves, and after those of `prefix` (start, length)."""
+    """Tokens [start, start + length) of a packed row: causal among themselves, and after those of `prefix` (start, length).
+
+    Under context parallelism `length` counts padding at the end, up to a multiple of 2 cp; a prefix's does not.
+    """
 
     start: int
     length: int
@@ -56,8 +59,8 @@ class MicroBatch:
 def make_micro_batches(sequences: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], parallel: ParallelConfig, packing: Packing = "packed",
                        masks: Sequence[Sequence[bool]] | None = None, device: torch.device | str = "cpu", pad_id: int = 0) -> list[MicroBatch]:
     """One micro-batch per entry of `groups`, which holds indices of `sequences`. Log-probs are made where `masks` is true (None: everywhere)."""
-    multiple = parallel.tp if parallel.sequence_parallel else 1
-    drafts = [_Draft(sequences, masks, tuple(group), packing) for group in groups]
+    multiple = parallel.row_multiple
+    drafts = [_Draft(sequences, masks, tuple(group), packing, parallel.sequence_multiple) for group in groups]
     widths = [-(-max(d.width, 2) // multiple) * multiple for d in drafts]
     heights = [max(d.height, 1) for d in drafts]
     if parallel.chunks > 1:  # all stages must agree on one shape: see `transformer_config`
@@ -69,7 +72,8 @@ class _Draft:
     """A micro-batch on its way: pieces (row, column, first position, token ids), predictions (row, column, token id) and their sequences."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]] | None, indices: tuple[int, ...],
-                 packing: Packing) -> None:
+                 packing: Packing, multiple: int = 1) -> None:
+        self.multiple = multiple  # of a packed piece's length
         self.indices, self.lengths = indices, tuple(len(sequences[i]) for i in indices)
         self.pieces: list[tuple[int, int, int, Sequence[int]]] = []
         self.segments: list[Segment] = []
@@ -103,11 +107,11 @@ class _Draft:
         return lambda t: (row, t)
 
     def _add(self, ids: Sequence[int], position: int, prefix: tuple[int, int] = (0, 0)) -> Callable[[int], tuple[int, int]]:
-        start = self.width
-        self.height, self.width = 1, start + len(ids)
+        start, length = self.width, -(-len(ids) // self.multiple) * self.multiple
+        self.height, self.width = 1, start + length
         if len(ids):
             self.pieces.append((0, start, position, ids))
-            self.segments.append(Segment(start, len(ids), prefix))
+            self.segments.append(Segment(start, length, prefix))
         return lambda t: (0, start + t - position)
 
     def _add_after_prompt(self, ids: Sequence[int], part: Needed, prompts: dict[tuple[int, ...], int]) -> Callable[[int], tuple[int, int]]:

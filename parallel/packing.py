@@ -86,8 +86,8 @@ def plan_micro_batches(sequences: Sequence[Sequence[int]], chosen: Sequence[int]
     parts = {i: needed(len(sequences[i]), masks[i] if masks is not None else None) for i in chosen}
     if batching.packing == "padded":
         parts = {i: Needed(1, len(sequences[i])) for i in chosen}
-    if batching.max_tokens is not None:  # rows are padded to a multiple of tp under sequence parallelism
-        multiple = parallel.tp if parallel.sequence_parallel else 1
+    if batching.max_tokens is not None:  # rows are padded under sequence and context parallelism
+        multiple = parallel.row_multiple
         for i, part in parts.items():
             if -(-part.inputs // multiple) * multiple > batching.max_tokens:
                 longest = -(-max(p.inputs for p in parts.values()) // multiple) * multiple
@@ -152,7 +152,7 @@ def _bins(units: list[Unit], size: int, batching: Batching, parallel: ParallelCo
                 by_count.append([])
             by_count[-1].extend(unit.indices)
         return [tuple(b) for b in by_count]
-    multiple = parallel.tp if parallel.sequence_parallel else 1
+    multiple = parallel.row_multiple
     bins: list[tuple[list[int], list[int]]] = []  # indices and tokens of each unit
     for unit in sorted(units, key=lambda u: (-u.tokens, u.indices)):  # first fit, the largest first
         for indices, tokens in bins:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel import balancing
 from parallel.config import Coordinates, ParallelConfig
+from parallel.context_parallel import cut
 from parallel.device import Device, prepare_dtype
 from parallel.groups import RoleGroups, role_groups
 from parallel.log_probs import head_log_probs
@@ -139,18 +140,21 @@ class TrainingModel:
 
         from parallel.megatron_modules import packed_row
 
-        group = parallel_state.get_tensor_model_parallel_group()
+        group, cp_group, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group(), self.parallel.cp
         micro_batches = count * parallel_state.get_data_parallel_world_size()
 
         def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             micro_batch = next(iterator)
-            row = packed_row(micro_batch, self.implementation)
-            if row is not None and self.model.moe is not None:
+            part, whole = cut(micro_batch, cp_group) if cp > 1 else (micro_batch, None)
+            row = packed_row(part, self.implementation, cp, self.at.cp)
+            if row is not None and self.model.moe is not None and cp == 1:
                 row.routed = balancing.tokens_of(micro_batch, self.options.moe, update_sequences, micro_batches)
-            output = chunk(micro_batch.tokens, micro_batch.positions, None, packed_seq_params=row)
+            output = chunk(part.tokens, part.positions, None, packed_seq_params=row)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                log_probs, entropy = self._predict(hidden.flatten(0, 1)[micro_batch.rows], micro_batch.targets, temperature, group)
+                log_probs, entropy = self._predict(hidden.flatten(0, 1)[part.rows], part.targets, temperature, group)
+                if whole is not None:
+                    log_probs, entropy = whole(torch.stack([log_probs, entropy], -1)).unbind(-1)
                 value, outputs = loss_function(micro_batch, micro_batch.per_token(log_probs), micro_batch.per_token(entropy))
                 # the count is Megatron's, for its own division, which `_finalize_gradients` leaves out
                 return value, torch.ones((), dtype=torch.int, device=value.device), outputs
