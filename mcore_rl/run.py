@@ -161,8 +161,8 @@ def check_frozen(config: Config, model: ModelConfig) -> None:
 
 
 def training_options(config: Config) -> TrainingOptions:
-    """What the actor's backward pass computes again, and how it balances experts."""
-    return TrainingOptions(config.actor.recompute, config.actor.recompute_modules, config.actor.moe)
+    """What the actor's backward pass computes again, how it balances experts, and its FP8 recipe."""
+    return TrainingOptions(config.actor.recompute, config.actor.recompute_modules, config.actor.moe, config.actor.fp8)
 
 
 def load_weights(training: TrainingModel, directory: str | Path, world: World) -> None:

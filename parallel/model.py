@@ -11,6 +11,8 @@ import torch
 from parallel.config import ParallelConfig
 from parallel.device import Device
 from parallel.errors import UserError
+from parallel.fp8_linear import round_linears
+from parallel.fp8_recipe import te_options
 from parallel.latent_attention import whole_along_sequence
 from parallel.layers import LATENT_NORM_EPS, block_spec
 from parallel.model_config import ModelConfig, Yarn
@@ -76,7 +78,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
         calculate_per_token_loss=True, moe_token_dispatcher_type="alltoall",  # asked for in dense models too: see variable_seq_lengths
         gradient_accumulation_fusion=False, masked_softmax_fusion=fused, bias_activation_fusion=fused,
         bias_dropout_fusion=fused, apply_rope_fusion=fused and plain_rotary, persist_layer_norm=fused,
-        **_activation(model), **_attention(model), **_experts(model, parallel, fused), **_pipeline(parallel), **options.megatron())
+        **te_options(options.fp8 if fused else None), **_activation(model), **_attention(model), **_experts(model, parallel, fused),
+        **_pipeline(parallel), **options.megatron())
     if model.mla is None and rotary_scale(model) != 1.0:
         # Megatron's attention scales by 0.1 x mscale x ln(factor) + 1 where the configuration has these attributes
         config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (rotary_scale(model) - 1.0), 0.0
@@ -134,7 +137,7 @@ def _pipeline(parallel: ParallelConfig) -> dict[str, Any]:
         batch_p2p_comm=parallel.chunks == 1)
 
 
-def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, implementation: str) -> list[Any]:
+def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, implementation: str, fp8: str | None = None) -> list[Any]:
     """One GPTModel per model chunk of this rank, inside the role's entered groups, with random weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -153,6 +156,8 @@ def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, imp
         if model.mla is not None and parallel.tp > 1 and implementation == "torch":
             for layer in module.decoder.layers:
                 layer.self_attention.linear_kv_down_proj.register_forward_hook(whole_along_sequence)
+        if fp8 is not None and implementation == "torch":
+            round_linears(module, model)
         if parallel.expert_tp != parallel.tp:
             _reduce_as_experts(module)
         modules.append(module)

@@ -37,11 +37,13 @@ class MoEOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """`recompute`: what the backward pass computes again. `recompute_modules` are the parts of a layer that `selective` does."""
+    """`recompute`: what the backward pass computes again; `recompute_modules` are the parts of a layer that `selective` does. `fp8`: the
+    recipe of FP8 training (`parallel.fp8_recipe`), None: without."""
 
     recompute: Recompute = "none"
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     moe: MoEOptions = MoEOptions()
+    fp8: str | None = None
 
     def __post_init__(self) -> None:
         if self.recompute not in get_args(Recompute):

@@ -14,6 +14,7 @@ from parallel import balancing
 from parallel.config import Coordinates, ParallelConfig
 from parallel.context_parallel import cut
 from parallel.device import Device, prepare_dtype
+from parallel.fp8_recipe import check_fp8, fill_up
 from parallel.groups import RoleGroups, role_groups
 from parallel.log_probs import head_log_probs
 from parallel.micro_batch import MicroBatch
@@ -22,6 +23,7 @@ from parallel.model_config import ModelConfig
 from parallel.offload import Offload
 from parallel.options import TrainingOptions
 from parallel.parameter_rules import NO_WEIGHT_DECAY, check_patterns, freeze, overrides
+from parallel.silent_faults import refuse_config, refuse_modules, refuse_optimizer, refuse_ragged
 
 # (micro-batch, log-probs, entropy) -> (loss to differentiate, outputs); both are [sum of (length - 1)] over the micro-batch's sequences
 # (`MicroBatch.split`), 0 where nothing was predicted
@@ -127,6 +129,9 @@ class TrainingModel:
                 balancing.forget(self)
                 if self.options.moe.loss and update_sequences is None:
                     raise ValueError("an auxiliary loss of experts needs update_sequences")
+            if self.options.fp8 is not None and self.implementation == "te":
+                micro_batches = [fill_up(m, self.options.fp8, self.parallel) for m in micro_batches]
+            refuse_ragged(self.config, micro_batches, len(self.chunks))
             iterators = [iter(micro_batches) for _ in self.chunks]
             return get_forward_backward_func()(
                 forward_step_func=self._forward_step(loss_function, temperature, update_sequences or 1, len(micro_batches)),
@@ -202,9 +207,12 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
     prepare_dtype(torch_dtype(dtype), device)
     groups = role_groups(parallel, seed)
     implementation = choose_layer_implementation(layer_implementation, device, model)
+    check_fp8(options.fp8, implementation, model, parallel, torch_dtype(dtype), device)
     with groups.entered():
         config = transformer_config(model, parallel, torch_dtype(dtype), implementation, options)
-        modules = build_modules(model, parallel, config, implementation)
+        refuse_config(config)
+        modules = build_modules(model, parallel, config, implementation, options.fp8)
+        refuse_modules(config, modules, implementation)
         from parallel.megatron_modules import return_hidden_states, watch_rows
 
         for module in modules:
@@ -242,6 +250,7 @@ def _make_trainable(built: TrainingModel, options: OptimizerConfig, rank: int, w
         optimizer="adam", lr=options.lr, min_lr=options.min_lr, adam_beta1=options.beta1, adam_beta2=options.beta2,
         adam_eps=options.eps, weight_decay=options.weight_decay, clip_grad=options.clip_grad, bf16=bf16,
         params_dtype=built.dtype, use_distributed_optimizer=options.distributed), built.chunks, without_decay)
+    refuse_optimizer(built.optimizer)
     built.scheduler = _scheduler(built.optimizer, options)
 
 

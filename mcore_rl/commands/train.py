@@ -26,6 +26,7 @@ from mcore_rl.run import Run, World, batching_options, check_frozen, joined, mak
 from mcore_rl.tokens import load_tokenizer
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
+from parallel.options import TrainingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,6 @@ def _build_roles(run: Run) -> None:
                 raise UserError(f"reference.path {path!r} has {name} {getattr(model, name)}, model.path {c.model.path!r} has {getattr(run.model, name)}; "
                                 "the reference must read the same tokens: choose a model of the same tokenizer and length")
         run.reference = make_policy(run.world, model, c.reference.parallel or c.actor.parallel, c.model.dtype, c.run.seed, path,
-                                    None, c.actor.layer_implementation, "reference", batching_options(c))
+                                    None, c.actor.layer_implementation, "reference", batching_options(c), TrainingOptions(fp8=c.actor.fp8))
     if c.rollout.replay is None or c.evaluation.every:
         run.rollout = make_rollout(run.world, run.model, c)

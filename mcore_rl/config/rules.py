@@ -60,7 +60,7 @@ class Config:
     @property
     def log_prob_gap_gate(self) -> float | None:
         """algorithm.log_prob_gap_max with auto resolved; None: no gate."""
-        exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32" and not self.rollout.fp8
+        exact = self.model.dtype == "float32" and (self.rollout.dtype or self.model.dtype) == "float32" and not self.rollout.fp8 and self.actor.fp8 is None
         value = self.algorithm.log_prob_gap_max
         return (1e-3 if exact else None) if value == "auto" else value  # type: ignore[return-value]
 
@@ -68,7 +68,7 @@ class Config:
     def ratio_deviation_gate(self) -> float | None:
         """algorithm.ratio_deviation_max with auto resolved; None: no gate."""
         value = self.algorithm.ratio_deviation_max
-        return (1e-4 if self.model.dtype == "float32" else None) if value == "auto" else value  # type: ignore[return-value]
+        return (1e-4 if self.model.dtype == "float32" and self.actor.fp8 is None else None) if value == "auto" else value  # type: ignore[return-value]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without the keys that have no effect here."""
@@ -166,6 +166,8 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
                  "old log-probs would be wrong; set it to false or make one update per step"),
         (budget is not None and longest is not None and longest > budget,
          lambda: f"actor.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); raise it or lower those"),
+        (c.actor.fp8 not in (None, "blockwise") and c.actor.layer_implementation == "torch",
+         lambda: f"actor.fp8 {c.actor.fp8} is a recipe of Transformer Engine; set actor.layer_implementation: te, or actor.fp8: blockwise (emulated)"),
         (c.actor.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"actor.{SHARED_NEEDS_TORCH}"),
         (e.every > 0 and e.data is None,
          lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),

@@ -117,6 +117,9 @@ class ActorConfig:
     recompute_modules: tuple[RecomputeModule, ...] = option("parts of a layer that recompute: selective computes again", ("core_attn",))
     moe: MoEOptions = option("the load of experts", section=MoEOptions)
     layer_implementation: Literal["auto", "torch", "te"] = option("te: Transformer Engine; auto: te where it imports on a GPU", "auto")
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
+        "train with FP8 products: a recipe of Transformer Engine (layer_implementation te); with torch layers blockwise only, emulated "
+        "by rounding (docs/training.md)", None)
 
     def __post_init__(self) -> None:
         check_ranges(self, "actor")

@@ -29,7 +29,8 @@ def model(**changes: Any) -> ModelConfig:
     (3, dict(pp=3), ["4 layers", "3"]),
     (8, dict(tp=4, ep=4), ["etp", "defaults to tp"]),
     (2, dict(ep=2), ["no experts"]),
-    (2, dict(cp=2), ["cp=2"]),
+    (2, dict(cp=4), ["cp=4", "world of 2"]),
+    (6, dict(cp=2, tp=2), ["cp 2 = 4", "start 4 or 8"]),
     (2, dict(pp=2, first_stage_layers=5), ["4 layers", "first_stage_layers"]),
     (2, dict(pp=2, pipeline_layout="Et|ttL"), ["3 layers", "the model has 4"]),
 ])

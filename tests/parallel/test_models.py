@@ -153,7 +153,7 @@ def gathered(training: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 CUTS = [(1, {}, 3, {}), (2, dict(tp=2), 4, {}), (2, dict(tp=2, sequence_parallel=True), 3, dict(distributed=False)), (2, dict(pp=2), 2, {}),
         (2, {}, 2, {}), (2, {}, 3, dict(distributed=False)), (2, dict(pp=2, vpp=2), 2, dict(distributed=False)),
-        (4, dict(tp=2, pp=2), 1, dict(distributed=False))]
+        (4, dict(tp=2, pp=2), 1, dict(distributed=False)), (2, dict(cp=2), 3, {}), (4, dict(tp=2, cp=2), 3, {}), (4, dict(pp=2, cp=2), 2, {})]
 
 
 @pytest.mark.parametrize("tied", [True, False])
