@@ -129,6 +129,8 @@ def as_megatron_cuts(positions: Tensor, cp: int, rank: int) -> Tensor:
 
     Megatron is told of one sequence in the row, and takes that sequence's chunks `rank` and 2 cp - 1 - rank.
     """
+    if cp == 1:
+        return positions
     half = len(positions) // 2
     out = positions.new_zeros(cp * len(positions))
     out[rank * half:(rank + 1) * half] = positions[:half]

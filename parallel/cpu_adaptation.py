@@ -124,6 +124,12 @@ def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
+def cut_positions(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Megatron's own sends its indices to the GPU by a method call on a pinned tensor, which no view reaches."""
+    chunks = pos_emb.chunk(2 * cp_group.size(), seq_dim)
+    return torch.cat([chunks[cp_group.rank()], chunks[-1 - cp_group.rank()]], seq_dim)
+
+
 def _gather_uneven(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """gloo gathers equal sizes only; experts cut over tp send each other different numbers of tokens: padded to the largest."""
 
@@ -164,6 +170,9 @@ _REPLACEMENTS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     # split sizes of the expert exchange; imported by name in token_dispatcher.py too
     ("megatron.core.transformer.moe.moe_utils", "maybe_move_tensor_to_cpu", lambda _: maybe_move_tensor_to_cpu),
     ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", lambda _: maybe_move_tensor_to_cpu),
+    # this rank's part of a table of positions; YaRN's embedding makes one already when it is built
+    ("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding", "get_pos_emb_on_this_cp_rank", lambda _: cut_positions),
+    ("megatron.core.models.common.embeddings.rotary_pos_embedding", "get_pos_emb_on_this_cp_rank", lambda _: cut_positions),
     # exchanges of uneven sizes, which gloo lacks
     ("megatron.core.tensor_parallel.mappings", "_gather_along_first_dim", _gather_uneven),
     ("megatron.core.tensor_parallel.mappings", "_reduce_scatter_along_first_dim", _reduce_scatter_uneven),

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class Blocks:
         return self if self.index.device == device else Blocks(self.index.to(device), self.count, self.group)
 
 
+@lru_cache(maxsize=256)
 def whole_blocks(size: int) -> Blocks:
     """Of a dimension that is not cut."""
     return Blocks(torch.arange(size) // BLOCK, math.ceil(size / BLOCK))

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from parallel.balancing import Load, Tokens
-from parallel.context_parallel import as_megatron_cuts, held_columns
+from parallel.context_parallel import as_megatron_cuts
 from parallel.errors import UserError
 from parallel.micro_batch import MicroBatch, Segment
 from parallel.model_config import MoE
@@ -129,10 +129,7 @@ class Rotary(RotaryEmbedding):
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **named)
 
     def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        angles = super().forward(max_seq_len, offset, True, cp_group)  # whole: it pins memory to cut padded rows, which a CPU lacks
-        group = cp_group or self.cp_group
-        if self._positions is None and not packed_seq and group is not None and group.size() > 1:
-            return angles[held_columns((max_seq_len,), group.size())[group.rank()]]
+        angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
         return angles if self._positions is None else angles[self._positions]
 
 

@@ -34,7 +34,8 @@ def execute(arguments: argparse.Namespace) -> int:
     with joined(config.run.device, config.run.threads) as world:
         rollout, model, tokenizer = open_engine(arguments.model, world, config.rollout.tp, config.rollout.dtype or config.model.dtype,
                                                 config.rollout.max_batch_size, driver=config.rollout.driver, temperature=config.rollout.temperature,
-                                                moe_ep=config.rollout.moe_ep, fp8=config.rollout.fp8)
+                                                moe_ep=config.rollout.moe_ep, fp8=config.rollout.fp8,
+                                                **({} if config.rollout.driver is not None else {"fp8_rows": config.fp8_rows}))
         run = Run(config, world, model, tokenizer, [], PromptStream(1, 0, 1), Path(config.run.dir), rollout=rollout, reward=make_reward(config.reward))
         run.held_out = held_out_rows(config, tokenizer, world)
         results = measure(run)

@@ -65,6 +65,11 @@ class Config:
         return (1e-3 if exact else None) if value == "auto" else value  # type: ignore[return-value]
 
     @property
+    def fp8_rows(self) -> bool:
+        """rollout.fp8_rows with null resolved."""
+        return self.actor.fp8 == "blockwise" if self.rollout.fp8_rows is None else self.rollout.fp8_rows
+
+    @property
     def ratio_deviation_gate(self) -> float | None:
         """algorithm.ratio_deviation_max with auto resolved; None: no gate."""
         value = self.algorithm.ratio_deviation_max
@@ -128,6 +133,7 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
         (c.data.prompt_format == "text", ["data.system_prompt"],
          "data.prompt_format is text; set data.prompt_format: chat or remove the key"),
         (c.rollout.engine == "embedded", ["rollout.tensorrt_llm"], "rollout.engine is embedded; set rollout.engine: tensorrt_llm or remove the key"),
+        (not c.rollout.fp8, ["rollout.fp8_rows"], "rollout.fp8 is false"),
         (c.rollout.engine != "embedded", ["rollout.fp8"], "rollout.engine is tensorrt_llm, whose FP8 weights are not synchronised yet"),
         (c.checkpoint.every == 0, ["checkpoint.keep"], "checkpoint.every is 0, so none is written"),
         (c.run.only == "rollout", ["rollout.replay"], "run.only is rollout: samples are generated, not replayed"),

@@ -161,6 +161,8 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16"] | None = option("type of the engine's weights; null: model.dtype", None)
     fp8: bool = option("hold the engine's matrices as FP8 with a scale for every 128 x 128 block, made by every sync (rollouts are off-policy "
                        "by that rounding)", False)
+    fp8_rows: bool | None = option("round the rows that are multiplied with FP8 matrices too, with a scale for every 128 elements, as TensorRT-LLM and "
+                                   "actor.fp8 blockwise do; null: where actor.fp8 is blockwise", None)
     tensorrt_llm: DriverOptions = option("the TensorRT-LLM driver", section=DriverOptions)
 
     def __post_init__(self) -> None:

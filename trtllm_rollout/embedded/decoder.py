@@ -54,13 +54,14 @@ class TensorParallel:
 class Decoder:
     """Forward pass over packed rows. Holds references to the engine's weights, so an update needs no reload."""
 
-    def __init__(self, model: ModelConfig, weights: dict[str, torch.Tensor], parallel: TensorParallel, max_tokens: int) -> None:
-        """`weights`: this rank's tensors of the `trtllm` layout, FP8 ones with their scales. Positions are below `max_tokens`."""
+    def __init__(self, model: ModelConfig, weights: dict[str, torch.Tensor], parallel: TensorParallel, max_tokens: int,
+                 fp8_rows: bool = False) -> None:
+        """`weights`: this rank's tensors of the `trtllm` layout, FP8 ones with their scales. Positions are below `max_tokens`. `fp8_rows`: see `Linear`."""
         self._model, self._parallel = model, parallel
         self._embedding = weights["model.embed_tokens.weight"]
         self._head = Linear(self._embedding if model.tied else weights["lm_head.weight"])
         self._norm = weights["model.norm.weight"]
-        self._layers = [_layer(model, weights, i, parallel) for i in range(model.num_layers)]
+        self._layers = [_layer(model, weights, i, parallel, fp8_rows) for i in range(model.num_layers)]
         self.heads = tuple(layer.attention.heads for layer in self._layers)
         self._cos, self._sin = rotary_tables(model, max_tokens, self._embedding.dtype, self._embedding.device)
 
@@ -94,7 +95,7 @@ class Decoder:
         return self._parallel.reduce(torch.where(mine[:, None], x, 0.0))
 
 
-def _layer(model: ModelConfig, weights: dict[str, torch.Tensor], index: int, parallel: TensorParallel) -> Layer:
-    layer = LayerTensors(weights, f"model.layers.{index}.")
+def _layer(model: ModelConfig, weights: dict[str, torch.Tensor], index: int, parallel: TensorParallel, fp8_rows: bool) -> Layer:
+    layer = LayerTensors(weights, f"model.layers.{index}.", fp8_rows)
     return Layer(layer["input_layernorm.weight"], attention_block(model, layer, index, parallel.size, parallel.rank),
                  layer["post_attention_layernorm.weight"], feed_forward(model, layer, index, parallel.rank, parallel.moe_ep))

@@ -39,14 +39,15 @@ class EmbeddedEngine:
     max_position_embeddings). Keys and values are kept in blocks of `block_size` tokens within `kv_cache_bytes` (None: what the
     largest batch needs, or a share of the free memory), and beginnings of prompts between requests if `enable_prefix_cache`.
     `detokenize` turns token ids into text, for stop strings. Whole experts are dealt over `moe_ep` of the ranks, and cut over the tp / moe_ep
-    others. `fp8` holds matrices as FP8 codes with a scale for every 128 x 128 block (`resharding.layouts.fp8`), and computes in `dtype`.
+    others. `fp8` holds matrices as FP8 codes with a scale for every 128 x 128 block (`resharding.layouts.fp8`), and computes in `dtype`; `fp8_rows`
+    rounds the rows that are multiplied with them too, as TensorRT-LLM does (of latent attention all but those of the absorbed kv_b_proj).
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, tp_group: dist.ProcessGroup | None = None, tp: int = 1,
                  tp_rank: int = 0, rank: int = 0, max_batch_size: int = 256, max_seq_len: int | None = None,
                  device: str | torch.device = "cpu", max_num_tokens: int | None = None, kv_cache_bytes: int | None = None,
                  block_size: int = 32, enable_prefix_cache: bool = True, detokenize: Callable[[Sequence[int]], str] | None = None,
-                 moe_ep: int = 1, fp8: bool = False) -> None:
+                 moe_ep: int = 1, fp8: bool = False, fp8_rows: bool = False) -> None:
         ranks = [rank] if tp_group is None else dist.get_process_group_ranks(tp_group)
         if len(ranks) != tp or ranks[tp_rank] != rank:
             raise ValueError(f"engine: rank {rank} as tp rank {tp_rank} of {tp} does not match the ranks {ranks} of its group")
@@ -60,7 +61,7 @@ class EmbeddedEngine:
         self._sums = PieceSums(self._layouts[tp_rank])
         device = torch.device(device)
         self._weights = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in self._layouts[tp_rank].tensors}
-        decoder = Decoder(model, self._weights, self._parallel, limits.max_seq_len)
+        decoder = Decoder(model, self._weights, self._parallel, limits.max_seq_len, fp8 and fp8_rows)
         blocks = min(self._gather(block_count(decoder.heads, block_size, dtype, device, kv_cache_bytes, max_batch_size, limits.max_seq_len)))
         self._cache = KVCache(decoder.heads, blocks, block_size, dtype, device)
         self._pool = BlockPool(blocks, block_size, enable_prefix_cache)

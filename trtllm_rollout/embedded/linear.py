@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.bf16_cpu import lacks_bf16
+from parallel.fp8_linear import rounded_rows, whole_blocks
 from resharding.fp8 import SUFFIX, dequantise
 from trtllm_rollout.embedded.native_fp8 import native_block_product
 
@@ -20,15 +21,20 @@ WIDENED_AT_ONCE = 1 << 20  # elements of a bf16 weight; 4 MiB in float32 are sti
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight [out, in] (or of a rank's experts, [experts, out, in]), its block scales where it is FP8, and a bias [(experts,) out]."""
+    """A weight [out, in] (or of a rank's experts, [experts, out, in]), its block scales where it is FP8, and a bias [(experts,) out].
+
+    `fp8_rows`: rows too are rounded to e4m3 first, with a scale for every 128 elements, where the device has no product that does so.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    fp8_rows: bool = False
 
     def of(self, expert: int) -> Linear:
         """The product of one of the experts."""
-        return Linear(self.weight[expert], None if self.scale is None else self.scale[expert], None if self.bias is None else self.bias[expert])
+        return Linear(self.weight[expert], None if self.scale is None else self.scale[expert], None if self.bias is None else self.bias[expert],
+                      self.fp8_rows)
 
     def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight in `dtype`: itself, or its FP8 codes times their scales."""
@@ -41,6 +47,7 @@ class LayerTensors:
 
     weights: Mapping[str, torch.Tensor]
     prefix: str
+    fp8_rows: bool = False
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self.weights
@@ -58,7 +65,7 @@ class LayerTensors:
     def linear(self, name: str, separator: str = ".", bias: bool = True) -> Linear:
         """`<name>.weight` with its scales, and its bias where there is one and `bias` wants it."""
         weight = name + separator + "weight"
-        return Linear(self[weight], self.get(weight + SUFFIX), self.get(name + separator + "bias") if bias else None)
+        return Linear(self[weight], self.get(weight + SUFFIX), self.get(name + separator + "bias") if bias else None, self.fp8_rows)
 
 
 def padded(rows: int) -> int:
@@ -79,6 +86,8 @@ def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
         return _widened(x, layer) if _widens(x, layer.weight) else F.linear(x, layer.weight, layer.bias)
     product = native_block_product(x, layer.weight, layer.scale)
     if product is None:
+        if layer.fp8_rows:
+            x = rounded_rows(x, whole_blocks(x.shape[1]))
         return F.linear(x, layer.in_dtype(x.dtype), layer.bias)
     return product if layer.bias is None else product + layer.bias
 
