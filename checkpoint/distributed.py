@@ -151,7 +151,11 @@ def chunk_key(training: TrainingModel, index: int) -> str:
 
 def model_state(training: TrainingModel) -> dict[str, Any]:
     """Sharded tensors of all model chunks of this rank. Call inside `training.entered()`."""
-    return {chunk_key(training, i): module.sharded_state_dict(metadata=_metadata()) for i, module in enumerate(training.modules)}
+    states = {chunk_key(training, i): module.sharded_state_dict(metadata=_metadata()) for i, module in enumerate(training.modules)}
+    for state in states.values() if training.model.head == "value" else ():
+        if "output_layer.weight" in state:  # Megatron takes it for a padded vocabulary: the first row of any head would be loaded
+            state["output_layer.weight"].allow_shape_mismatch = False
+    return states
 
 
 def _metadata() -> dict[str, Any]:

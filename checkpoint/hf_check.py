@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HARMLESS = ("rotary_emb.inv_freq",)  # buffers that old exports carry; they are recomputed from the config
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VALUE_HEAD = "score.weight"  # of transformers' *ForSequenceClassification; the others are TRL's, and those of critics that other programs wrote
+VALUE_HEAD_ALIASES = ("v_head.summary.weight", "v_head.weight", "value_head.weight")
 COMPARE_ROWS = 8192
 _NUMBERED = re.compile(r"\.(layers|experts)\.(\d+)\.")
 
@@ -42,7 +44,7 @@ def check(files: HFFiles, model: ModelConfig, without_mtp: bool = False) -> Layo
         hint = "; config.json says tie_word_embeddings false, so the head must be in the files: set it to true if the model ties it" \
             if HEAD in missing else ""
         raise UserError(f"{where} lacks {len(missing)} tensors of its config ({model.family}): {listed(missing)}{hint}{contradictions}")
-    known = {local.name for local in layout.tensors} | ({HEAD} if model.tied else set())
+    known = {local.name for local in layout.tensors} | ({HEAD} if model.tied else set()) | _beside_a_value_head(files, model, where)
     extra = [name for name in files if name not in known and not name.endswith(HARMLESS)]
     extra = _without_mtp(extra, model, where, without_mtp)
     if extra:
@@ -53,6 +55,20 @@ def check(files: HFFiles, model: ModelConfig, without_mtp: bool = False) -> Layo
     if model.tied and HEAD in files and not _same(files[HEAD], files[EMBEDDING]):
         logger.warning("%s: %s differs from %s although config.json ties them; using %s", where, HEAD, EMBEDDING, EMBEDDING)
     return layout
+
+
+def _beside_a_value_head(files: HFFiles, model: ModelConfig, where: str) -> set[str]:
+    """What a value model's directory may hold and is not used: a head over the vocabulary, and a bias of zero."""
+    if model.head != "value":
+        return set()
+    biases = [name for name in files if name in {n.removesuffix("weight") + "bias" for n in (VALUE_HEAD, *VALUE_HEAD_ALIASES)}]
+    for name in biases:
+        if files[name].any():
+            raise UserError(f"{where}: {name}, the bias of the value head, is not zero, and value heads have no bias here; subtract it from the rewards "
+                            "and remove the tensor, or train a head without one")
+    if HEAD in files:
+        logger.info("%s: %s is not read; the model has a value head", where, HEAD)
+    return {HEAD, *biases}
 
 
 def _refuse_packed(files: HFFiles, where: str) -> None:

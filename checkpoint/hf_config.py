@@ -33,6 +33,9 @@ def hf_config(model: ModelConfig, dtype: str, quantised: bool = False) -> dict[s
     if not same:
         out.update(_sizes(model, "head_dim" in out))
     out.setdefault("architectures", [FAMILIES[model.family].architecture])
+    if model.head == "value" and not same:
+        out.update(architectures=[FAMILIES[model.family].architecture.replace("ForCausalLM", "ForSequenceClassification")],
+                   id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     out.setdefault("hidden_act", "silu")
     out.update(_rope(model, model.hf if same else {}), dtype=dtype, torch_dtype=dtype)
     if out.get("rope_scaling") and model.rope_scaling is None:

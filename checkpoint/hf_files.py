@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.block_fp8 import BlockQuantised
-from checkpoint.hf_check import check, check_scale_values
+from checkpoint.hf_check import VALUE_HEAD, VALUE_HEAD_ALIASES, check, check_scale_values
 from checkpoint.mapped import MappedFiles
 from checkpoint.safetensors_format import Entry, read_header
 from parallel.errors import UserError
@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 UNFINISHED = ("*.tmp", "*.incomplete", "*.part", "*.aria2", ".cache/huggingface/download/*.incomplete")
 RESIDENT = 256 << 20  # bytes of the files that stay mapped in memory after they were handed out
 # transformers 5 holds mixtral's block under the name that the other families use
-ALIASES = ((".block_sparse_moe.", ".mlp."),)
+ALIASES = ((".block_sparse_moe.", ".mlp."), *((VALUE_HEAD, other) for other in VALUE_HEAD_ALIASES))
 
 
 class HFFiles(Mapping[str, Any]):

@@ -1,4 +1,4 @@
-"""The main loop: GRPO in one page.
+"""The main loop: GRPO and PPO in one page.
 
     torchrun --nproc-per-node 2 -m mcore_rl train configs/demo_cpu.yaml
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from mcore_rl import steps
+from mcore_rl import critic, steps
 from mcore_rl.evaluation import evaluate
 from mcore_rl.memory import report
 from mcore_rl.record import Recorder
@@ -37,8 +37,14 @@ def train(run: Run, recorder: Recorder) -> None:
                 steps.old_log_probs(run, batch)
             if run.reference is not None:
                 steps.reference_log_probs(run, batch)
-            steps.advantages(run, batch)
-            steps.update(run, batch)
+            if run.critic is None:
+                steps.advantages(run, batch)
+            else:
+                critic.values(run, batch)
+                critic.token_advantages(run, batch)
+                critic.update_critic(run, batch)
+            if run.critic is None or step > c.critic.warmup_steps:
+                steps.update(run, batch)
             steps.sync(run, batch)
         run.step = step
         if c.evaluation.every and step == last and c.run.only is None:

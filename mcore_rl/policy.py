@@ -1,4 +1,4 @@
-"""A role that holds the policy's network: the actor (trained) or the reference (frozen)."""
+"""A role that holds a network: the actor and the critic (trained) or the reference (frozen)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from parallel.packing import SHARED_NEEDS_TORCH, Batching, plan_micro_batches
 from parallel.training import TrainingModel
 
 Masks = Sequence[Sequence[bool]] | None  # by sequence and token: which log-probs are wanted; None: all
-# (sample index, log-probs [tokens], entropy [tokens]) -> (loss, values to report)
-SampleLoss = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (sample index, log-probs [tokens], entropy [tokens]), of the critic (sample index, values [tokens]) -> (loss, numbers to report)
+SampleLoss = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -42,29 +42,37 @@ class Policy:
 
     def log_probs(self, sequences: Sequence[Sequence[int]], size: int, temperature: float, masks: Masks = None) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probs and entropies [tokens] of every sequence, on every rank: 0 where `masks` is false and at entry 0, which has no context."""
+        merged = self._predict(sequences, size, temperature, masks, "log-probs")
+        return [a for a, _ in merged], [b for _, b in merged]
 
-        def collect(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            rows = zip(micro_batch.indices, micro_batch.split(log_probs), micro_batch.split(entropy), strict=True)
-            return log_probs.sum(), {i: (_full(a), _full(b)) for i, a, b in rows}
+    def values(self, sequences: Sequence[Sequence[int]], size: int, masks: Masks = None) -> list[Tensor]:
+        """A value model's values [tokens] of every sequence, on every rank: entry t is the value of what comes before token t; 0 as in `log_probs`."""
+        return [value for value, in self._predict(sequences, size, 1.0, masks, "values")]
+
+    def _predict(self, sequences: Sequence[Sequence[int]], size: int, temperature: float, masks: Masks, what: str) -> list[tuple[Tensor, ...]]:
+        """Every sequence's predictions, on every rank: whichever ranks of this role computed them, they are found by sample."""
+
+        def collect(micro_batch: MicroBatch, *predictions: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            rows = zip(micro_batch.indices, *map(micro_batch.split, predictions), strict=True)
+            return predictions[0].sum(), {i: tuple(map(_full, parts)) for i, *parts in rows}
 
         batches = self._micro_batches(sequences, range(len(sequences)), size, masks)
         outputs = self.training.forward_backward(batches, collect, temperature, forward_only=True)
-        mine = {i: (a.cpu(), b.cpu()) for output in outputs for i, (a, b) in output.items()} if self.training.is_output_rank else {}
-        merged = self.exchange.merge(mine, len(sequences), "log-probs")
-        return [a for a, _ in merged], [b for _, b in merged]
+        mine = {i: tuple(p.cpu() for p in parts) for output in outputs for i, parts in output.items()} if self.training.is_output_rank else {}
+        return self.exchange.merge(mine, len(sequences), what)
 
     def update(self, sequences: Sequence[Sequence[int]], chosen: Sequence[int], size: int, temperature: float,
                loss: SampleLoss, masks: Masks = None) -> tuple[list[Tensor], float, float]:
         """One optimizer step on the samples `chosen`. Returns (reported values per chosen sample, gradient norm, learning rate).
 
-        `loss` weighs a sample's tokens by global counts, so the sum over samples is the loss whatever the split. It gets log-probs and
-        entropies of 0 where `masks` is false.
+        `loss` weighs a sample's tokens by global counts, so the sum over samples is the loss whatever the split. It gets predictions of 0
+        where `masks` is false.
         """
 
-        def total(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            value, reports = log_probs.sum() * 0.0, {}
-            for i, a, b in zip(micro_batch.indices, micro_batch.split(log_probs), micro_batch.split(entropy), strict=True):
-                one, reports[i] = loss(i, _full(a), _full(b))
+        def total(micro_batch: MicroBatch, *predictions: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, reports = predictions[0].sum() * 0.0, {}
+            for i, *parts in zip(micro_batch.indices, *map(micro_batch.split, predictions), strict=True):
+                one, reports[i] = loss(i, *map(_full, parts))
                 value = value + one
             return value, reports
 

@@ -25,8 +25,10 @@ from mcore_rl.progress import Progress
 from mcore_rl.run import Run
 from mcore_rl.sample import Batch, Sample
 from parallel.errors import UserError
+from parallel.training import TrainingModel
 
 logger = logging.getLogger(__name__)
+CRITIC = "critic"  # the directory below a checkpoint that holds the value model: a model directory of its own
 
 # every record of a training run has them, 0 where a phase did not run
 ALWAYS = ("time/rollout_s", "time/reward_s", "time/log_probs_s", "time/advantages_s", "time/update_s", "time/sync_s",
@@ -65,7 +67,10 @@ class Recorder:
                             "set run.resume=auto to continue it, or choose another run.dir")
         state = read_state(found)
         load_training(found, run.actor.training)
-        load_rng(found, {"actor": run.actor.training})
+        if run.critic is not None:
+            _require_critic(found)
+            load_training(found / CRITIC, run.critic.training)
+        load_rng(found, trained_roles(run))
         run.prompts.load_state(state["prompts"])
         run.step = int(state["step"])
         if self.writes and state["threads"] != torch.get_num_threads():
@@ -92,9 +97,13 @@ class Recorder:
         with publishing(run.directory, batch.step, run.lease) as directory:
             with whole(run, batch):
                 save_training(directory, run.actor.training)
-            save_rng(directory, {"actor": run.actor.training})
+            if run.critic is not None:
+                save_training(directory / CRITIC, run.critic.training)
+            save_rng(directory, trained_roles(run))
             if self.writes:
                 describe_model(directory, run.actor.training, c.model.path)
+                if run.critic is not None:
+                    describe_model(directory / CRITIC, run.critic.training, c.critic.path or c.model.path)
                 write_state(directory, {"step": batch.step, "prompts": run.prompts.state(), "record": finished(batch),
                                         "threads": torch.get_num_threads(), "config": run.config.to_dict()})
         on_rank_zero(lambda: keep_newest(run.directory, run.config.checkpoint.keep), "deleting old checkpoints")
@@ -132,6 +141,17 @@ class Recorder:
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+
+def trained_roles(run: Run) -> dict[str, TrainingModel]:
+    """The roles that a checkpoint holds."""
+    return {"actor": run.actor.training} | ({"critic": run.critic.training} if run.critic is not None else {})
+
+
+def _require_critic(checkpoint: Path) -> None:
+    if not (checkpoint / CRITIC).is_dir():
+        raise UserError(f"checkpoint {checkpoint} holds no critic, and algorithm.name is ppo: it is of a run without one; go on with its algorithm, "
+                        "or start in another run.dir with its weights as model.path (mcore-rl convert)")
 
 
 def finished(batch: Batch) -> dict[str, float]:

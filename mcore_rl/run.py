@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 from checkpoint.hf import read_hf
 from checkpoint.lease import Lease, acquire
+from checkpoint.value_head import read_value_model
 from mcore_rl.config import Config
+from mcore_rl.config.sections import ActorConfig, CriticConfig
+from mcore_rl.config.sections import OptimizerConfig as OptimizerSection
 from mcore_rl.data import PromptStream, Row
 from mcore_rl.exchange import Exchange
 from mcore_rl.policy import Policy
@@ -83,6 +86,7 @@ class Run:
     prompts: PromptStream
     directory: Path
     actor: Any = None
+    critic: Any = None
     lease: Lease | None = None
     reference: Any = None
     rollout: Any = None
@@ -134,16 +138,28 @@ def make_policy(world: World, model: ModelConfig, parallel: ParallelConfig, dtyp
     return Policy(training, world.exchange, world.size, batching)
 
 
-def batching_options(config: Config) -> Batching:
-    """How sequences become micro-batches, of the actor and of the reference."""
-    return Batching(config.actor.packing, config.actor.max_tokens_per_micro_batch)
+def make_critic(world: World, config: Config, model: ModelConfig, holds_head: bool, path: str) -> Policy:
+    """Build the value model on all ranks, in its own layout, from a Hugging Face directory: see `checkpoint.value_head`. Raises UserError."""
+    c = config.critic
+    if holds_head and c.head_std:
+        raise UserError(f"critic.head_std is {c.head_std:g}, but {path!r} holds a value head, which is used; remove the key")
+    critic = make_policy(world, model, c.parallel, config.model.dtype, config.run.seed, None,
+                         optimizer_options(config, c.optimizer, config.run.steps * c.updates_per_step), config.actor.layer_implementation, "critic",
+                         batching_options(c))
+    read_value_model(path, critic.training, world.rank, world.size, holds_head, config.run.seed, c.head_std)
+    return critic
 
 
-def optimizer_options(config: Config) -> OptimizerConfig:
-    """The actor's optimizer; a decay without an end of its own ends with the run."""
-    values = asdict(config.actor.optimizer) | {"freeze": config.actor.freeze}
+def batching_options(role: ActorConfig | CriticConfig) -> Batching:
+    """How sequences become micro-batches, of the actor (and of the reference) or of the critic."""
+    return Batching(role.packing, role.max_tokens_per_micro_batch)
+
+
+def optimizer_options(config: Config, optimizer: OptimizerSection | None = None, updates: int | None = None) -> OptimizerConfig:
+    """A role's optimizer (None: the actor's); a decay without an end of its own ends with the run, after `updates` steps."""
+    values = asdict(optimizer or config.actor.optimizer) | {"freeze": () if optimizer else config.actor.freeze}
     if values["schedule"] != "constant":
-        values["decay_steps"] = values["decay_steps"] or config.total_updates
+        values["decay_steps"] = values["decay_steps"] or updates or config.total_updates
     if config.run.only is not None:  # no step is taken: a warm-up longer than the run is no fault
         values["warmup_steps"] = 0
     return OptimizerConfig(**values)

@@ -1,4 +1,4 @@
-"""The phases of a GRPO step. Each reads like one process; who computes what on which rank is the roles' business."""
+"""The phases of a step. Each reads like one process; who computes what on which rank is the roles' business."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def update(run: Run, batch: Batch) -> None:
     m.update(run.actor.load())
     m["actor/entropy"] = every[:, 4].sum().item() / tokens
     m["actor/clip_fraction"] = every[:, 5].sum().item() / tokens
-    if c.algorithm.kl_coefficient > 0:
+    if c.algorithm.kl_coefficient > 0 and c.algorithm.kl_in == "loss":
         m["actor/kl_to_reference"] = every[:, 6].sum().item() / tokens
 
 
@@ -146,7 +146,7 @@ def _update_once(run: Run, batch: Batch, chosen: list[int]) -> tuple[list[Tensor
     counts = loss_counts(list(masks.values()))  # global: every rank holds the whole batch
     weights = {i: loss_weights(mask, counts, a.loss_aggregation, run.config.rollout.max_tokens) for i, mask in masks.items()}
     old = batch.columns.get("old_log_probs")
-    reference = batch.columns.get("reference_log_probs")
+    reference = batch.columns.get("reference_log_probs") if a.kl_in == "loss" else None
 
     def loss(i: int, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
         mask, weight = masks[i].to(device), weights[i].to(device)

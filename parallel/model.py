@@ -142,6 +142,8 @@ def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, imp
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
+    from parallel.value_head import put_value_head
+
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     modules = []
     for chunk in range(parallel.chunks):
@@ -153,6 +155,8 @@ def build_modules(model: ModelConfig, parallel: ParallelConfig, config: Any, imp
             pre_process=first, post_process=last, share_embeddings_and_output_weights=model.tied, position_embedding_type="rope",
             rotary_percent=model.rotary_fraction, rotary_base=model.rope_theta, vp_stage=chunk if parallel.vpp else None)
         set_frequencies(module, model)
+        if last and model.head == "value":
+            put_value_head(module)
         if model.mla is not None and parallel.tp > 1 and implementation == "torch":
             for layer in module.decoder.layers:
                 layer.self_attention.linear_kv_down_proj.register_forward_hook(whole_along_sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parallel.errors import UserError
 from parallel.hf_values import check_values, read_config
@@ -81,7 +81,8 @@ class ModelConfig:
 
     `sliding_window` is the number of keys a position sees, itself included, in the `windowed_layers`; all other layers see
     everything before them. `sinks`: attention has one more, learned, score per head (gpt_oss). `swiglu_limit`: the clamped
-    SwiGLU of gpt_oss. `rotary_fraction`: the part of head_dim that is rotated. `hf` keeps the source `config.json` as read.
+    SwiGLU of gpt_oss. `rotary_fraction`: the part of head_dim that is rotated. `head`: what the last layer's states are turned into, log-probs of
+    tokens (lm) or one value (value: a critic or reward model). `hf` keeps the source `config.json` as read.
     """
 
     family: str
@@ -93,6 +94,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    head: Literal["lm", "value"] = "lm"
     tied: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -148,6 +150,10 @@ class ModelConfig:
     def with_options(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
 
+    def with_value_head(self) -> ModelConfig:
+        """The same layers under a head of one value."""
+        return self if self.head == "value" else replace(self, head="value", tied=False)
+
     @classmethod
     def from_directory(cls, directory: str | Path, **changes: Any) -> ModelConfig:
         """Read `directory/config.json`. Raises UserError where the directory, file or family cannot be used."""
@@ -188,9 +194,10 @@ class ModelConfig:
             raise UserError(f"model config.json ({family.name}) lacks the key {error}") from None
         theta, scaling = _rope(hf, source)
         eos = hf.get("eos_token_id")
+        scores = any(str(name).endswith("ForSequenceClassification") for name in hf.get("architectures") or ())
         values.update(
             max_position_embeddings=int(hf.get("max_position_embeddings") or 2048),
-            tied=bool(hf.get("tie_word_embeddings", False)),
+            head="value" if scores else "lm", tied=bool(hf.get("tie_word_embeddings", False)) and not scores,
             rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)), rope_theta=theta, rope_scaling=scaling,
             init_std=float(hf.get("initializer_range") or 0.02),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch."),

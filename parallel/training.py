@@ -25,9 +25,9 @@ from parallel.options import TrainingOptions
 from parallel.parameter_rules import NO_WEIGHT_DECAY, check_patterns, freeze, overrides
 from parallel.silent_faults import refuse_config, refuse_modules, refuse_optimizer, refuse_ragged
 
-# (micro-batch, log-probs, entropy) -> (loss to differentiate, outputs); both are [sum of (length - 1)] over the micro-batch's sequences
-# (`MicroBatch.split`), 0 where nothing was predicted
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Any]]]
+# (micro-batch, log-probs, entropy), of a value model (micro-batch, values) -> (loss to differentiate, outputs); predictions are
+# [sum of (length - 1)] over the micro-batch's sequences (`MicroBatch.split`), 0 where nothing was predicted
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ class TrainingModel:
             output = chunk(part.tokens, part.positions, None, packed_seq_params=row)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                log_probs, entropy = self._predict(hidden.flatten(0, 1)[part.rows], part.targets, temperature, group)
+                predictions = self._predict(hidden.flatten(0, 1)[part.rows], part.targets, temperature, group)
                 if whole is not None:
-                    log_probs, entropy = whole(torch.stack([log_probs, entropy], -1)).unbind(-1)
-                value, outputs = loss_function(micro_batch, micro_batch.per_token(log_probs), micro_batch.per_token(entropy))
+                    predictions = whole(torch.stack(predictions, -1)).unbind(-1)
+                value, outputs = loss_function(micro_batch, *map(micro_batch.per_token, predictions))
                 # the count is Megatron's, for its own division, which `_finalize_gradients` leaves out
                 return value, torch.ones((), dtype=torch.int, device=value.device), outputs
 
@@ -168,10 +168,12 @@ class TrainingModel:
 
         return forward_step
 
-    def _predict(self, hidden: Tensor, targets: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [predictions] from hidden states [predictions, hidden_size], on the last stage."""
+    def _predict(self, hidden: Tensor, targets: Tensor, temperature: float, group: Any) -> tuple[Tensor, ...]:
+        """Log-probs and entropies [predictions] from hidden states [predictions, hidden_size], on the last stage; of a value model its values."""
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
+        if self.model.head == "value":
+            return (hidden.squeeze(-1),)
         module = self.modules[-1]
         weight = module.shared_embedding_or_output_weight() if self.model.tied else module.output_layer.weight
         if not self.parallel.sequence_parallel:
@@ -217,7 +219,7 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
 
         for module in modules:
             module.to(device.torch)
-            if module.post_process:
+            if module.post_process and model.head == "lm":
                 return_hidden_states(module)
             watch_rows(module, options.moe)
         built = TrainingModel(model, parallel, torch_dtype(dtype), device, groups, config, modules, list(modules),

@@ -57,7 +57,7 @@ def run_sft(config: Config, world: World) -> None:
         run = Run(config, world, model, tokenizer, [], prompts, directory, lease=lease)
         check_frozen(config, model)
         run.actor = make_policy(world, model, config.actor.parallel, config.model.dtype, config.run.seed, config.model.path,
-                                optimizer_options(config), config.actor.layer_implementation, batching=batching_options(config),
+                                optimizer_options(config), config.actor.layer_implementation, batching=batching_options(config.actor),
                                 options=training_options(config))
         progress = Progress(config.sft.steps, title="sft") if world.rank == 0 else None
         if progress is not None:

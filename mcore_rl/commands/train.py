@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoint.value_head import value_model
 from mcore_rl.cli import command, set_up_logging
 from mcore_rl.commands.sft import ensure_scratch_model, run_sft
 from mcore_rl.config import Config, describe, load_config
@@ -22,7 +23,19 @@ from mcore_rl.progress import Progress, print_summary
 from mcore_rl.record import Recorder
 from mcore_rl.rewards import check_answers, make_reward
 from mcore_rl.rollout import check_engine_size, check_engine_world
-from mcore_rl.run import Run, World, batching_options, check_frozen, joined, make_policy, make_rollout, optimizer_options, take_directory, training_options
+from mcore_rl.run import (
+    Run,
+    World,
+    batching_options,
+    check_frozen,
+    joined,
+    make_critic,
+    make_policy,
+    make_rollout,
+    optimizer_options,
+    take_directory,
+    training_options,
+)
 from mcore_rl.tokens import load_tokenizer
 from parallel.errors import UserError
 from parallel.model_config import ModelConfig
@@ -113,6 +126,9 @@ def open_run(config: Config, world: World, directory: Path) -> Run:
     """Check everything that can be checked without weights, then build the roles. Raises UserError."""
     model = ModelConfig.from_directory(config.model.path, make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by)
     config.actor.parallel.validate(world.size, model)
+    if model.head == "value":
+        raise UserError(f"model.path {config.model.path!r} is a value model ({model.hf.get('architectures')}), which cannot generate; give a causal "
+                        "language model, and this directory as critic.path")
     if config.rollout.replay is None or config.evaluation.every:
         check_engine_size(config.rollout.tp, world.size, model, config.rollout.driver, world.device, config.rollout.moe_ep,
                           config.rollout.fp8)
@@ -148,19 +164,28 @@ def _check_lengths(run: Run) -> None:
                         f"{limit} positions; lower rollout.max_tokens or data.max_prompt_tokens")
 
 
+def _check_reads_the_same(actor: ModelConfig, actor_path: str, model: ModelConfig, role: str, path: str) -> None:
+    for name in ("vocab_size", "max_position_embeddings"):
+        if getattr(model, name) < getattr(actor, name) or (name == "vocab_size" and model.vocab_size != actor.vocab_size):
+            raise UserError(f"{role}.path {path!r} has {name} {getattr(model, name)}, model.path {actor_path!r} has {getattr(actor, name)}; "
+                            f"the {role} must read the same tokens: choose a model of the same tokenizer and length")
+
+
 def _build_roles(run: Run) -> None:
     c = run.config
     check_frozen(c, run.model)
     run.actor = make_policy(run.world, run.model, c.actor.parallel, c.model.dtype, c.run.seed, c.model.path,
-                            optimizer_options(c), c.actor.layer_implementation, batching=batching_options(c), options=training_options(c))
+                            optimizer_options(c), c.actor.layer_implementation, batching=batching_options(c.actor), options=training_options(c))
     if c.algorithm.kl_coefficient > 0:
         path = c.reference.path or c.model.path
         model = ModelConfig.from_directory(path, make_vocab_size_divisible_by=c.model.make_vocab_size_divisible_by)
-        for name in ("vocab_size", "max_position_embeddings"):
-            if getattr(model, name) < getattr(run.model, name) or (name == "vocab_size" and model.vocab_size != run.model.vocab_size):
-                raise UserError(f"reference.path {path!r} has {name} {getattr(model, name)}, model.path {c.model.path!r} has {getattr(run.model, name)}; "
-                                "the reference must read the same tokens: choose a model of the same tokenizer and length")
+        _check_reads_the_same(run.model, c.model.path, model, "reference", path)
         run.reference = make_policy(run.world, model, c.reference.parallel or c.actor.parallel, c.model.dtype, c.run.seed, path,
-                                    None, c.actor.layer_implementation, "reference", batching_options(c), TrainingOptions(fp8=c.actor.fp8))
+                                    None, c.actor.layer_implementation, "reference", batching_options(c.actor), TrainingOptions(fp8=c.actor.fp8))
+    if c.has_critic and c.run.only is None:
+        path = c.critic.path or c.model.path
+        model, holds_head = value_model(path, make_vocab_size_divisible_by=c.model.make_vocab_size_divisible_by)
+        _check_reads_the_same(run.model, c.model.path, model, "critic", path)
+        run.critic = make_critic(run.world, c, model, holds_head, path)
     if c.rollout.replay is None or c.evaluation.every:
         run.rollout = make_rollout(run.world, run.model, c)

@@ -28,7 +28,7 @@ class Config:
     run: RunConfig = option("the run directory, its length and how ranks start")
     model: ModelSection = option("the model that is trained")
     actor: ActorConfig = option("the policy: parallel layout, optimizer, batching", section=ActorConfig)
-    critic: CriticConfig = option("the value model (not in this version)", section=CriticConfig)
+    critic: CriticConfig = option("the value model (algorithm ppo)", section=CriticConfig)
     reference: ReferenceConfig = option("the frozen model of the KL penalty", section=ReferenceConfig)
     rollout: RolloutConfig = option("generation", section=RolloutConfig)
     algorithm: AlgorithmConfig = option("advantages and loss", section=AlgorithmConfig)
@@ -49,8 +49,15 @@ class Config:
 
     @property
     def total_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.sft.steps if self.kind == "sft" and self.sft else self.run.steps * self.actor.updates_per_step
+        """The actor's optimizer steps of the whole run."""
+        if self.kind == "sft" and self.sft:
+            return self.sft.steps
+        return max(1, self.run.steps - (self.critic.warmup_steps if self.has_critic else 0)) * self.actor.updates_per_step
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the run trains a value model."""
+        return self.kind == "train" and self.algorithm.name == "ppo"
 
     @property
     def offloads(self) -> bool:
@@ -123,8 +130,11 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
         (c.actor.recompute != "selective", ["actor.recompute_modules"], "actor.recompute is not selective"),
         (not c.actor.moe.loss, ["actor.moe.aux_loss_coefficient"], "actor.moe.balancing is no auxiliary loss"),
         (c.actor.moe.balancing != "bias", ["actor.moe.bias_update_rate"], "actor.moe.balancing is not bias"),
-        (not c.critic.enabled, ["critic.parallel", "critic.optimizer"], "critic.enabled is false"),
-        (c.algorithm.kl_coefficient == 0, ["reference", "algorithm.kl_estimator"],
+        (c.algorithm.name == "grpo", ["critic", "algorithm.gamma", "algorithm.lam", "algorithm.kl_in"],
+         "algorithm.name is grpo, which has no critic; set algorithm.name: ppo or remove the key"),
+        (c.critic.max_tokens_per_micro_batch is not None, ["critic.micro_batch_size", "critic.value_micro_batch_size"],
+         "critic.max_tokens_per_micro_batch is set and takes its place; remove one of the two"),
+        (c.algorithm.kl_coefficient == 0, ["reference", "algorithm.kl_estimator", "algorithm.kl_in"],
          "algorithm.kl_coefficient is 0, so no reference is loaded; set it above 0 or remove the key"),
         (c.algorithm.advantage_normalisation == "none", ["algorithm.advantage_eps"], "algorithm.advantage_normalisation is none"),
         (c.reward.name != "function", ["reward.function"], f"reward.name is {c.reward.name}; set reward.name: function or remove the key"),
@@ -145,28 +155,13 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
 
 
 def _contradictions(c: Config) -> list[tuple[bool, str]]:
-    o, r, e = c.actor.optimizer, c.rollout, c.evaluation
-    decay = o.decay_steps or c.total_updates
+    r, e = c.rollout, c.evaluation
     learns = c.kind == "train" and c.run.only is None
-    samples = r.prompts_per_step * r.samples_per_prompt
-    budget = c.actor.max_tokens_per_micro_batch
-    longest, told = ((c.data.max_prompt_tokens + r.max_tokens, "data.max_prompt_tokens + rollout.max_tokens") if learns else
-                     (c.sft.max_sequence_tokens if c.kind == "sft" and c.sft else None, "sft.max_sequence_tokens"))
     rules: list[tuple[bool, Callable[[], str]]] = [
-        (c.critic.enabled, lambda: "critic.enabled is true, but a critic comes with algorithm ppo, which this version lacks; "
-                                   "set critic.enabled: false (algorithm grpo needs no critic)"),
-        (o.schedule != "constant" and o.min_lr > o.lr,
-         lambda: f"actor.optimizer.min_lr {o.min_lr:g} is above actor.optimizer.lr {o.lr:g}; lower min_lr or raise lr"),
-        (c.run.only is None and c.kind != "evaluate" and o.schedule != "constant" and o.warmup_steps >= decay,
-         lambda: f"actor.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; "
-                 "lower it or raise decay_steps"),
-        (learns and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
+        (learns and c.algorithm.name == "grpo" and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
                                                       "prompt with each other; set at least 2"),
         (learns and r.temperature == 0, lambda: "rollout.temperature is 0 (greedy): all samples of a prompt would be equal and nothing is "
                                                 "learnt; set it above 0, such as 1.0"),
-        (learns and bool(samples % c.actor.updates_per_step),
-         lambda: f"actor.updates_per_step {c.actor.updates_per_step} does not divide the {samples} samples of a step "
-                 f"(rollout.prompts_per_step {r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
         (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
          lambda: f"actor.skip_old_log_probs is true with actor.updates_per_step {c.actor.updates_per_step}: from the second update on the "
                  "old log-probs would be wrong; set it to false or make one update per step"),
@@ -175,6 +170,8 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
         (c.actor.fp8 not in (None, "blockwise") and c.actor.layer_implementation == "torch",
          lambda: f"actor.fp8 {c.actor.fp8} is a recipe of Transformer Engine; set actor.layer_implementation: te, or actor.fp8: blockwise (emulated)"),
         (c.actor.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"actor.{SHARED_NEEDS_TORCH}"),
+        (learns and c.actor.skip_old_log_probs and c.algorithm.kl_in == "reward",
+         lambda: "actor.skip_old_log_probs is true with algorithm.kl_in reward, whose KL is that of the old log-probs; set it to false"),
         (e.every > 0 and e.data is None,
          lambda: f"evaluation.every is {e.every}, but evaluation.data is not set; give a file of held-out rows"),
         (c.kind == "evaluate" and e.data is None, lambda: "evaluation.data is not set; mcore-rl evaluate needs a file of held-out rows"),
@@ -186,4 +183,30 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
          lambda: f"data.answer_field is null, but reward {c.reward.name} compares with an answer; name the field"),
         (c.kind == "sft" and c.sft is None, lambda: "the section sft is missing; mcore-rl sft needs sft.output and sft.steps"),
     ]
+    rules += [rule for name, role, updates in _trained(c) for rule in _role_contradictions(c, name, role, updates, learns)]
     return [(broken, text() if broken else "") for broken, text in rules]
+
+
+def _trained(c: Config) -> list[tuple[str, ActorConfig | CriticConfig, int]]:
+    """(name, section, optimizer steps of the run) of the roles that are trained."""
+    critic = [("critic", c.critic, c.run.steps * c.critic.updates_per_step)] if c.has_critic else []
+    return [("actor", c.actor, c.total_updates), *critic]
+
+
+def _role_contradictions(c: Config, name: str, role: ActorConfig | CriticConfig, updates: int, learns: bool) -> list[tuple[bool, Callable[[], str]]]:
+    o, r, budget = role.optimizer, c.rollout, role.max_tokens_per_micro_batch
+    decay, samples = o.decay_steps or updates, r.prompts_per_step * r.samples_per_prompt
+    longest, told = ((c.data.max_prompt_tokens + r.max_tokens, "data.max_prompt_tokens + rollout.max_tokens") if learns else
+                     (c.sft.max_sequence_tokens if c.kind == "sft" and c.sft else None, "sft.max_sequence_tokens"))
+    return [
+        (o.schedule != "constant" and o.min_lr > o.lr,
+         lambda: f"{name}.optimizer.min_lr {o.min_lr:g} is above {name}.optimizer.lr {o.lr:g}; lower min_lr or raise lr"),
+        (c.run.only is None and c.kind != "evaluate" and o.schedule != "constant" and o.warmup_steps >= decay,
+         lambda: f"{name}.optimizer.warmup_steps {o.warmup_steps} is not below the {decay} steps of the decay; lower it or raise decay_steps"),
+        (learns and bool(samples % role.updates_per_step),
+         lambda: f"{name}.updates_per_step {role.updates_per_step} does not divide the {samples} samples of a step "
+                 f"(rollout.prompts_per_step {r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
+        (budget is not None and longest is not None and longest > budget,
+         lambda: f"{name}.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); raise it or lower those"),
+        (role.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"{name}.{SHARED_NEEDS_TORCH}"),
+    ]

@@ -127,11 +127,25 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value model of PPO. This version has no algorithm that uses one."""
+    """The value model of PPO: its parallel layout, optimizer and batching; its layers are Transformer Engine's where the actor's are."""
 
-    enabled: bool = option("true is refused: a critic comes with algorithm ppo, which this version lacks", False)
+    path: str | None = option("Hugging Face directory to start from: a causal language model (its layers, under a new head) or a reward model "
+                              "(*ForSequenceClassification with one label: head and layers); null: model.path", None)
+    head_std: float = option("standard deviation of a new head, drawn from run.seed; 0: zeros, so that all values are 0 at first", 0.0, low=0)
     parallel: ParallelConfig = option("parallel sizes of the critic", section=ParallelConfig)
     optimizer: OptimizerConfig = option("optimizer of the critic", section=OptimizerConfig)
+    micro_batch_size: int = option("sequences in one forward/backward pass of a rank", 8, low=1)
+    value_micro_batch_size: int = option("sequences in one forward pass for values", 16, low=1)
+    packing: Literal["packed", "padded", "shared_prompt"] = option("as actor.packing", "packed")
+    max_tokens_per_micro_batch: int | None = option("as actor.max_tokens_per_micro_batch; null: micro_batch_size and value_micro_batch_size hold",
+                                                    None, low=1)
+    updates_per_step: int = option("optimizer updates (mini-batches) made from the samples of one step", 1, low=1)
+    value_clip: float | None = option("an update moves a value no further than this from the one that the step started with; null: no limit", 0.2,
+                                      above=0)
+    warmup_steps: int = option("first steps of the run that update the critic only", 0, low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "critic")
 
 
 @dataclass(frozen=True)
@@ -176,18 +190,21 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantages and loss: GRPO (Shao et al., arXiv:2402.03300)."""
+    """Advantages and loss: GRPO (Shao et al., arXiv:2402.03300) or PPO (Schulman et al., arXiv:1707.06347)."""
 
-    name: Literal["grpo"] = option("algorithm", "grpo")
+    name: Literal["grpo", "ppo"] = option("grpo: rewards compared within a prompt's samples; ppo: a critic's values and advantages by GAE", "grpo")
+    gamma: float = option("discount of later rewards, per token of the policy (ppo)", 1.0, low=0, high=1)
+    lam: float = option("GAE's lambda: 1 looks at the whole rest of the sample, 0 at the next value (ppo; arXiv:1506.02438)", 0.95, low=0, high=1)
     clip_ratio_low: float = option("the ratio is clipped below 1 - this", 0.2, low=0, high=1)
     clip_ratio_high: float = option("the ratio is clipped above 1 + this (DAPO's clip-higher: 0.28)", 0.2, low=0)
-    advantage_normalisation: Literal["std", "none"] = option("divide centred rewards by the group's sample standard deviation, or not "
-                                                             "(none: Dr. GRPO)", "std")
+    advantage_normalisation: Literal["std", "none"] = option("grpo: divide centred rewards by the group's sample standard deviation, or not "
+                                                             "(none: Dr. GRPO); ppo: whiten advantages over all tokens of the step, or not", "std")
     advantage_eps: float = option("added to the standard deviation", 1e-6, low=0)
     loss_aggregation: Literal["token-mean", "sequence-mean", "fixed-length"] = option(
         "token-mean: mean over all tokens of the step; sequence-mean: mean over samples of each sample's mean; "
         "fixed-length: sum over tokens / (samples x rollout.max_tokens) (Dr. GRPO)", "token-mean")
-    kl_coefficient: float = option("weight of the KL penalty towards the reference in the loss; 0: no reference is loaded", 0.0, low=0)
+    kl_coefficient: float = option("weight of the KL penalty towards the reference; 0: no reference is loaded", 0.0, low=0)
+    kl_in: Literal["loss", "reward"] = option("where that penalty is: in the actor's loss, or taken from the reward of every token (ppo)", "loss")
     kl_estimator: Literal["k1", "k2", "k3"] = option("estimator of that KL (Schulman, joschu.net/blog/kl-approx.html)", "k3")
     entropy_coefficient: float = option("weight of the entropy bonus in the loss", 0.0, low=0)
     mask_truncated: bool = option("leave samples cut at max_tokens out of the loss and its counts "

@@ -174,12 +174,14 @@ def experts(c: ModelConfig, block: str = "mlp", names: tuple[str, str, str] = ("
 
 
 def decoder(c: ModelConfig, *layer: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
-    """A whole model: embedding, the given parts of its layers, final norm, and a head where it is not tied."""
+    """A whole model: embedding, the given parts of its layers, final norm, and a head where it is not tied; `score.weight` is a value head."""
     h, v = c.hidden_size, c.vocab_size
     out = [Parameter("vocabulary", "embedding", (("model.embed_tokens.weight", (v, h)),), "embedding.word_embeddings.weight",
                      "model.embed_tokens.weight"), *(p for part in layer for p in part),
            Parameter("replicated", "final", (("model.norm.weight", (h,)),), "decoder.final_layernorm.weight", "model.norm.weight")]
-    if not c.tied:
+    if c.head == "value":
+        out.append(Parameter("replicated", "head", (("score.weight", (1, h)),), "output_layer.weight", "score.weight"))
+    elif not c.tied:
         out.append(Parameter("vocabulary", "head", (("lm_head.weight", (v, h)),), "output_layer.weight", "lm_head.weight"))
     return tuple(out)
 

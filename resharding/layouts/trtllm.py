@@ -78,6 +78,8 @@ def trtllm_party(model: ModelConfig, replicas: tuple[tuple[int, ...], ...], dtyp
     if tp % moe_ep or (model.moe is not None and model.moe.num_experts % moe_ep):
         experts = f" and the {model.moe.num_experts} experts of the model" if model.moe else ""
         raise UserError(f"engine moe_ep={moe_ep} does not divide tp={tp}{experts}; choose a divisor of both")
+    if model.head == "value":
+        raise UserError(f"this {model.family} model has a value head (score.weight) and none over the vocabulary: an engine cannot generate with it")
     return TrtllmParty(model, replicas, dtype, moe_ep, tied_head)
 
 

@@ -110,6 +110,8 @@ def trtllm_engine_layout(model: ModelConfig, tp: int, pp: int, rank: int, dtype:
     """
     mapping = EngineMapping(tp, pp, moe_tp, moe_ep, parallel_embedding)
     mapping.check(model)
+    if model.head == "value":
+        raise UserError(f"this {model.family} model has a value head (score.weight) and none over the vocabulary: an engine cannot generate with it")
     if not 0 <= rank < mapping.world_size:
         raise UserError(f"engine rank {rank} does not exist with tp {tp} x pp {pp} = {mapping.world_size} ranks")
     pp_rank, tp_rank = divmod(rank, tp)
