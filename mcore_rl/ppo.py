@@ -70,8 +70,10 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     plain = (values - returns) ** 2
     if clip is None:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
-    return 0.5 * torch.maximum(plain, clipped), (clipped > plain).detach()
+    moved = values - old_values
+    clipped = (old_values + moved.clamp(-clip, clip) - returns) ** 2
+    decides = ((moved.abs() > clip) & (clipped > plain)).detach()
+    return 0.5 * torch.where(decides, clipped, plain), decides
 
 
 def explained_variance(values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
