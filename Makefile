@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow docs clean
+.PHONY: setup demo demo-ppo test test-slow docs clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 # The main job: GRPO on two processes; makes its warm-up model first where it is missing. Continues where it stopped.
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m mcore_rl train configs/demo_cpu.yaml
+
+# The same with a critic: PPO, in a run directory of its own.
+demo-ppo: setup
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 -m mcore_rl train configs/demo_ppo_cpu.yaml
 
 test: setup
 	$(BIN)/python -m pytest tests -m "not slow"

@@ -17,7 +17,7 @@ from rich.text import Text
 from mcore_rl.outputs import read_metrics
 
 _BARS = "▁▂▃▄▅▆▇█"
-_PHASES = ("rollout", "reward", "log_probs", "update", "sync", "checkpoint", "evaluation")
+_PHASES = ("rollout", "reward", "log_probs", "values", "critic_update", "update", "sync", "checkpoint", "evaluation")
 
 
 class Progress:
@@ -91,7 +91,8 @@ def _numbers(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for label, key, form in (("loss", "actor/loss", "{:.4g}"), ("loss", "sft/loss", "{:.4f}"),
                              ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
-                             ("length", "response/length_mean", "{:.1f} tokens"), ("gap", "actor/log_prob_gap_max", "{:.1e}")):
+                             ("length", "response/length_mean", "{:.1f} tokens"), ("explained", "critic/explained_variance", "{:.2f}"),
+                             ("gap", "actor/log_prob_gap_max", "{:.1e}")):
         if isinstance(metrics.get(key), (int, float)):
             rows.append((label, form.format(metrics[key])))
     rows += [(key, f"{value:.3f}") for key, value in metrics.items() if key.startswith("eval/") and isinstance(value, (int, float))]

@@ -70,6 +70,8 @@ class Recorder:
         if run.critic is not None:
             _require_critic(found)
             load_training(found / CRITIC, run.critic.training)
+        elif (found / CRITIC).is_dir() and self.writes:
+            logger.warning("%s holds a critic, which this run (algorithm %s) leaves behind", found, run.config.algorithm.name)
         load_rng(found, trained_roles(run))
         run.prompts.load_state(state["prompts"])
         run.step = int(state["step"])

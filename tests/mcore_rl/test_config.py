@@ -127,8 +127,9 @@ def test_merge_keys_notes_and_broken_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("override", "words"), [
     ("reference.path=x", "algorithm.kl_coefficient is 0"), ("reference.parallel.tp=2", "algorithm.kl_coefficient is 0"),
-    ("algorithm.kl_estimator=k1", "algorithm.kl_coefficient is 0"), ("critic.optimizer.lr=1e-5", "critic.enabled is false"),
-    ("critic.parallel.tp=2", "critic.enabled is false"), ("reward.function=a:b", "reward.name is exact_match"),
+    ("algorithm.kl_estimator=k1", "algorithm.kl_coefficient is 0"), ("critic.optimizer.lr=1e-5", "algorithm.name is grpo, which has no critic"),
+    ("critic.parallel.tp=2", "algorithm.name is grpo"), ("critic.path=x", "algorithm.name is grpo"),
+    ("algorithm.gamma=0.9", "algorithm.name is grpo"), ("algorithm.kl_in=reward", "algorithm.name is grpo"), ("reward.function=a:b", "reward.name is exact_match"),
     ("sft.output=x", "mcore-rl sft"), ("data.system_prompt=x", "data.prompt_format is text"), ("data.response_field=r", "mcore-rl sft"),
     ("evaluation.samples=4", "evaluation.data is not set"), ("actor.optimizer.min_lr=1e-9", "schedule is constant")])
 def test_keys_without_effect_are_refused(tmp_path: Path, override: str, words: str) -> None:
@@ -137,7 +138,15 @@ def test_keys_without_effect_are_refused(tmp_path: Path, override: str, words: s
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    (["critic.enabled=true"], "ppo, which this version lacks"), (["evaluation.every=2"], "evaluation.data is not set"),
+    (["critic.enabled=true"], "unknown key critic.enabled"), (["algorithm.name=ppo", "critic.updates_per_step=7"], "critic.updates_per_step 7 does not divide"),
+    (["algorithm.name=ppo", "critic.optimizer.schedule=linear", "critic.optimizer.warmup_steps=100"], "critic.optimizer.warmup_steps 100 is not below the 100"),
+    (["algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "actor.skip_old_log_probs=true"], "whose KL is that of the old log-probs"),
+    (["algorithm.name=ppo", "algorithm.kl_in=reward"], "algorithm.kl_coefficient is 0"), (["algorithm.name=ppo", "critic.value_clip=0"], "critic.value_clip is 0"),
+    (["algorithm.name=ppo", "critic.max_tokens_per_micro_batch=8"], "less than the 1280 tokens"),
+    (["algorithm.name=ppo", "critic.max_tokens_per_micro_batch=2000", "critic.micro_batch_size=3"], "takes its place"),
+    (["algorithm.name=ppo", "critic.packing=shared_prompt", "actor.layer_implementation=te"], "critic.packing is shared_prompt"),
+    (["algorithm.name=ppo", "critic.parallel.sequence_parallel=true"], "critic.parallel.sequence_parallel is true with tp 1"),
+    (["evaluation.every=2"], "evaluation.data is not set"),
     (["rollout.samples_per_prompt=1"], "compares the samples"), (["rollout.temperature=0"], "greedy"),
     (["actor.updates_per_step=7"], "does not divide the 64 samples"), (["reward.name=function"], "reward.function is not set"),
     (["actor.updates_per_step=2", "actor.skip_old_log_probs=true"], "skip_old_log_probs"),
@@ -173,3 +182,11 @@ def test_every_key_has_a_help_line_and_the_page_is_up_to_date() -> None:
     assert "actor.optimizer.lr" in describe("train") and "sft.output" in describe("sft") and "sft.output" not in describe("train")
     page = Path(__file__).parents[2] / "docs/configuration.md"
     assert page.read_text() == markdown(), "run: python -m mcore_rl.config > docs/configuration.md"
+
+
+def test_the_actors_schedule_counts_the_steps_after_the_critics_warm_up(tmp_path: Path) -> None:
+    ppo = load_config(write(tmp_path, BASE), ["algorithm.name=ppo", "critic.warmup_steps=30", "rollout.samples_per_prompt=1"])
+    assert ppo.has_critic and ppo.total_updates == 70 and not load_config(write(tmp_path, BASE)).has_critic
+    again = tmp_path / "again.yaml"
+    again.write_text(ppo.to_yaml())
+    assert load_config(again) == ppo and "critic" not in load_config(write(tmp_path, BASE)).to_dict()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = "from mcore_rl import steps, evaluation; from mcore_rl.phases import table; print(table())"
+PROGRAM = "from mcore_rl import steps, critic, evaluation; from mcore_rl.phases import table; print(table())"
 START, END = "<!-- phases: generated -->\n", "<!-- end of phases -->"
 
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.ppo import explained_variance, gae, token_rewards, value_loss, whiten
+from parallel.config import ParallelConfig
+from parallel.micro_batch import make_micro_batches
 
 
 def reference_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -92,3 +94,14 @@ def test_explained_variance() -> None:
     assert explained_variance([torch.zeros(3), torch.zeros(2)], returns, masks) == pytest.approx(0.0)
     assert explained_variance([torch.tensor([0.0, 2, 1]), torch.tensor([0.0, 4])], returns, masks) == pytest.approx(1 - (14 / 9) / (14 / 3))
     assert explained_variance(returns, [torch.ones(3), torch.ones(2)], masks) == 0.0 and explained_variance([], [], []) == 0.0
+
+
+@pytest.mark.parametrize(("sequences", "packing", "which"), [
+    ([[1, 2, 3, 0]], "packed", 0), ([[1, 2, 3, 0], [5, 6, 7, 8, 9, 4]], "padded", 0), ([[5, 6, 7], [1, 2, 3, 0]], "packed", 1),
+    ([[1, 2, 9], [1, 2, 3, 0]], "shared_prompt", 1)])
+def test_c07_the_value_of_a_token_is_that_of_the_position_before_it(sequences: list[list[int]], packing: str, which: int) -> None:
+    masks = [[False, False] + [True] * (len(s) - 2) for s in sequences]
+    micro_batch, = make_micro_batches(sequences, [range(len(sequences))], ParallelConfig(), packing, masks)  # type: ignore[arg-type]
+    by_position = 10.0 + micro_batch.positions.flatten()  # the model's value after each token that it read
+    values = micro_batch.split(micro_batch.per_token(by_position[micro_batch.rows]))[which]
+    assert values.tolist() == [0.0, 11.0, 12.0]  # from the second token on: the prompt's is not wanted, then the response's two
