@@ -126,10 +126,19 @@ def stop_ids(model: ModelConfig, tokenizer: Any) -> set[int]:
     return {*model.eos_token_ids, *([own] if own is not None else [])}
 
 
+def refuse_value_model(model: ModelConfig, role: str, path: str | None) -> None:
+    """Raises UserError where a model that must predict tokens has a value head."""
+    if model.head == "value":
+        raise UserError(f"the {role}'s model {path!r} is a value model ({model.hf.get('architectures')}), which predicts no tokens; give a causal "
+                        "language model here, and this directory as critic.path")
+
+
 def make_policy(world: World, model: ModelConfig, parallel: ParallelConfig, dtype: str, seed: int, weights: str | None,
                 optimizer: OptimizerConfig | None = None, layer_implementation: str = "auto", role: str = "actor",
                 batching: Batching = Batching(), options: TrainingOptions = TrainingOptions()) -> Policy:
     """Build a role's model on all ranks and read its weights from a Hugging Face directory."""
+    if role != "critic":
+        refuse_value_model(model, role, weights)
     parallel.validate(world.size, model, role)
     options.validate(model, batching.packing, role)
     training = build(model, parallel, dtype, world.device, world.rank, world.size, seed, optimizer, layer_implementation, options)

@@ -33,6 +33,7 @@ from mcore_rl.run import (
     make_policy,
     make_rollout,
     optimizer_options,
+    refuse_value_model,
     take_directory,
     training_options,
 )
@@ -126,9 +127,7 @@ def open_run(config: Config, world: World, directory: Path) -> Run:
     """Check everything that can be checked without weights, then build the roles. Raises UserError."""
     model = ModelConfig.from_directory(config.model.path, make_vocab_size_divisible_by=config.model.make_vocab_size_divisible_by)
     config.actor.parallel.validate(world.size, model)
-    if model.head == "value":
-        raise UserError(f"model.path {config.model.path!r} is a value model ({model.hf.get('architectures')}), which cannot generate; give a causal "
-                        "language model, and this directory as critic.path")
+    refuse_value_model(model, "actor", config.model.path)
     if config.rollout.replay is None or config.evaluation.every:
         check_engine_size(config.rollout.tp, world.size, model, config.rollout.driver, world.device, config.rollout.moe_ep,
                           config.rollout.fp8)

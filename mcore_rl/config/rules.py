@@ -165,11 +165,8 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
         (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
          lambda: f"actor.skip_old_log_probs is true with actor.updates_per_step {c.actor.updates_per_step}: from the second update on the "
                  "old log-probs would be wrong; set it to false or make one update per step"),
-        (budget is not None and longest is not None and longest > budget,
-         lambda: f"actor.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); raise it or lower those"),
         (c.actor.fp8 not in (None, "blockwise") and c.actor.layer_implementation == "torch",
          lambda: f"actor.fp8 {c.actor.fp8} is a recipe of Transformer Engine; set actor.layer_implementation: te, or actor.fp8: blockwise (emulated)"),
-        (c.actor.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"actor.{SHARED_NEEDS_TORCH}"),
         (learns and c.actor.skip_old_log_probs and c.algorithm.kl_in == "reward",
          lambda: "actor.skip_old_log_probs is true with algorithm.kl_in reward, whose KL is that of the old log-probs; set it to false"),
         (e.every > 0 and e.data is None,

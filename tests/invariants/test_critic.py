@@ -17,7 +17,7 @@ from tests.models import write_model
 from tests.parallel.test_models import gathered
 from tests.worker_pool import run_ranks
 
-HEAD_STD, SEED, CLIP = 0.3, 11, 0.2
+HEAD_STD, SEED, CLIP = 0.1, 11, 0.2
 
 
 def targets() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -61,7 +61,7 @@ def train(directory: str, parallel: dict[str, Any], batching: dict[str, Any], si
 
     from mcore_rl.ppo import value_loss
 
-    critic = open_critic(directory, parallel, batching=batching, lr=1e-3, eps=1e-4, clip_grad=0.0, distributed=distributed)
+    critic = open_critic(directory, parallel, batching=batching, lr=1e-3, eps=1e-2, clip_grad=0.0, distributed=distributed)
     training = critic.training
     if only_chunk is not None:
         whole = training.config.finalize_model_grads_func
@@ -113,7 +113,7 @@ def reference(directory: str) -> tuple[float, dict[str, torch.Tensor], torch.Ten
 def difference(got: Any, want: Any) -> str | None:
     """What differs first: loss, norm, gradient, weight or value; None where all agree in fp32."""
     for k, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
-        if abs(a - b) > 2e-6:
+        if abs(a - b) > 1e-6:
             return f"loss of step {k}: {a} against {b}"
     for k, (a, b) in enumerate(zip(got[1], want[1], strict=True)):
         if abs(a - b) > 1e-4 * b:
@@ -147,7 +147,7 @@ def test_a_critic_learns_the_same_under_every_layout_and_what_transformers_learn
     directory = str(write_model(tmp_path / "m", family, initializer_range=0.3, num_hidden_layers=4 if family == "qwen2" else 2))
     want = run_ranks(1, train, directory, {}, dict(packing="padded"), 3)[0]
     loss, gradients, values = reference(directory)
-    assert want[0][0] == pytest.approx(loss, abs=2e-6)
+    assert want[0][0] == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(want[4], values, atol=5e-5, rtol=0)
     assert gradients.keys() >= {"score.weight", "model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} and "lm_head.weight" not in want[2]
     for key in want[2].keys() & gradients.keys():
