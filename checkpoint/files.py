@@ -77,16 +77,27 @@ def list_files(directory: Path) -> list[str]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | str:
-    """The manifest of a directory, or the reason why it has none that can be read."""
+    """The manifest of a directory, or the reason why it has none that can be read.
+
+    A role's directory in a checkpoint has its part of the checkpoint's.
+    """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+        return _part_of_manifest(directory) or f"{MANIFEST} is missing"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         return f"{MANIFEST} lists no files"
     return manifest
+
+
+def _part_of_manifest(directory: Path) -> dict[str, Any] | None:
+    if not (directory.parent / MANIFEST).is_file():
+        return None
+    whole, prefix = read_manifest(directory.parent), f"{directory.name}/"
+    files = {} if isinstance(whole, str) else {name.removeprefix(prefix): entry for name, entry in whole["files"].items() if name.startswith(prefix)}
+    return {**whole, "files": files} if files and not isinstance(whole, str) else None
 
 
 def find_size_damage(directory: Path, files: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from parallel.errors import UserError
 from tests.checkpoint.conversion import to_hf
 from tests.runs import read_metrics, run_training, values, write_run
 from tests.worker_pool import run_ranks
@@ -107,3 +108,7 @@ def test_a_run_starts_from_the_critic_of_another(tmp_path: Path) -> None:
     for name, value in critic.items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-9)
     assert read_metrics(tmp_path / "next")[0]["critic/value_mean"] != 0
+    common = tmp_path / "next/checkpoints/step_000001/critic/common.pt"
+    common.write_bytes(common.read_bytes()[:-1])
+    with pytest.raises(UserError, match="critic' is not complete: common.pt has"):  # by the part of the checkpoint's manifest
+        critic_of(tmp_path / "next/checkpoints/step_000001", tmp_path / "damaged")
