@@ -67,7 +67,9 @@ def _save_common(path: Path, common: dict[str, Any]) -> None:
 def _save_shards(directory: Path, sharded: dict[str, Any]) -> None:
     """The writing step of Megatron's TorchDistSaveShardedStrategy, without its writer processes."""
     from megatron.core.dist_checkpointing.strategies.torch import (
-        MCoreSavePlanner, _replace_state_dict_keys_with_sharded_keys, mcore_to_pyt_state_dict,
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
     )
     from torch.distributed import checkpoint as dcp
 

@@ -17,8 +17,8 @@ from checkpoint.hf import read_hf
 from checkpoint.lease import Lease, acquire
 from checkpoint.value_head import read_value_model
 from mcore_rl.config import Config
-from mcore_rl.config.sections import ActorConfig, CriticConfig
-from mcore_rl.config.sections import OptimizerConfig as OptimizerSection
+from mcore_rl.config.roles import ActorConfig, CriticConfig
+from mcore_rl.config.roles import OptimizerConfig as OptimizerSection
 from mcore_rl.data import PromptStream, Row
 from mcore_rl.exchange import Exchange
 from mcore_rl.policy import Policy

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl import memory
-from mcore_rl.algorithms import (
-    group_advantages, groups_without_signal, kl_penalty, loss_counts, loss_weights, policy_loss, training_mask)
+from mcore_rl.algorithms import group_advantages, groups_without_signal, kl_penalty, loss_counts, loss_weights, policy_loss, training_mask
 from mcore_rl.gates import check_on_policy
 from mcore_rl.phases import phase
 from mcore_rl.run import Run

@@ -10,9 +10,20 @@ from typing import Any
 import yaml
 
 from mcore_rl.config.fields import option
+from mcore_rl.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from mcore_rl.config.sections import (
-    ActorConfig, AlgorithmConfig, CheckpointConfig, CriticConfig, DataConfig, EvaluationConfig, LogConfig, ModelSection,
-    ReferenceConfig, RewardConfig, RolloutConfig, RunConfig, SftConfig, WarmUpConfig)
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LogConfig,
+    ModelSection,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+    WarmUpConfig,
+)
 from mcore_rl.config.yaml_tree import NULL_WORDS
 from parallel.errors import UserError
 from parallel.packing import SHARED_NEEDS_TORCH

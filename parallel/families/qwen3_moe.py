@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from parallel.families.base import (
-    Family, Parameter, decoder, dense_mlp, experts, grouped_query_attention, qwen_moe_layers, refuse_attention_bias, window)
+    Family,
+    Parameter,
+    decoder,
+    dense_mlp,
+    experts,
+    grouped_query_attention,
+    qwen_moe_layers,
+    refuse_attention_bias,
+    window,
+)
 from parallel.model_config import ModelConfig, MoE
 
 

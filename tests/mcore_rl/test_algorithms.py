@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.algorithms import (
-    group_advantages, groups_without_signal, kl_penalty, loss_counts, loss_weights, policy_loss, training_mask)
+from mcore_rl.algorithms import group_advantages, groups_without_signal, kl_penalty, loss_counts, loss_weights, policy_loss, training_mask
 
 
 def test_groups_without_signal_give_exactly_zero() -> None:

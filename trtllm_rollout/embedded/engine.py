@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import UserError
+from parallel.memory import give_back_freed
 from parallel.model_config import ModelConfig
 from resharding.checksum import verify
 from resharding.errors import WeightsError
@@ -25,7 +26,6 @@ from trtllm_rollout.embedded.decoder import Decoder, TensorParallel
 from trtllm_rollout.embedded.generation import Generation
 from trtllm_rollout.embedded.kv_cache import KVCache, block_count
 from trtllm_rollout.embedded.limits import Limits
-from parallel.memory import give_back_freed
 from trtllm_rollout.embedded.scheduler import Scheduler
 from trtllm_rollout.protocol import Completion, EngineRefuses, Progress, Request
 
