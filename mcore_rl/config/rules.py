@@ -138,6 +138,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
          "trainer and engine do not take turns: only mcore-rl train without run.only and rollout.replay does so"),
         (c.actor.max_tokens_per_micro_batch is not None, ["actor.micro_batch_size", "actor.log_prob_micro_batch_size"],
          "actor.max_tokens_per_micro_batch is set and takes its place; remove one of the two"),
+        (c.model.init is not None and c.model.init.family != "qwen3_moe", [f"model.init.{key}" for key in ("num_experts", "experts_per_token", "moe_intermediate_size")],
+         "model.init.family has no experts; set it to qwen3_moe or remove the key"),
         (c.actor.recompute != "selective", ["actor.recompute_modules"], "actor.recompute is not selective"),
         (not c.actor.moe.loss, ["actor.moe.aux_loss_coefficient"], "actor.moe.balancing is no auxiliary loss"),
         (c.actor.moe.balancing != "bias", ["actor.moe.bias_update_rate"], "actor.moe.balancing is not bias"),

@@ -36,9 +36,12 @@ class RunConfig:
 class InitConfig:
     """Sizes of a model made from scratch, written to model.path where that is missing."""
 
-    family: Literal["llama", "qwen2"] = option("architecture", "llama")
+    family: Literal["llama", "qwen2", "qwen3_moe"] = option("architecture (qwen3_moe: with experts in every layer)", "llama")
     hidden_size: int = option("width of the residual stream", 128, low=1)
     intermediate_size: int = option("width of the feed-forward layer", 384, low=1)
+    num_experts: int = option("experts of a layer (for qwen3_moe)", 8, low=2)
+    experts_per_token: int = option("experts that a token goes to (for qwen3_moe)", 2, low=1)
+    moe_intermediate_size: int = option("width of an expert (for qwen3_moe)", 128, low=1)
     num_layers: int = option("number of layers", 4, low=1)
     num_heads: int = option("attention heads", 4, low=1)
     num_kv_heads: int = option("key/value heads", 2, low=1)

@@ -41,10 +41,13 @@ KEYS = {
                 "prompts", "samples", "max_tokens", "prompt_tokens_mean", "max_batch_size", "dtype", "device", "threads"},
     "step": {"rollout_s", "reward_s", "log_probs_s", "advantages_s", "update_s", "sync_s", "other_s", "step_s", "ideal_log_probs_s",
              "ideal_update_s", "update_of_ideal", "gemm_gflops", "tokens_per_step", "tokens_per_s", "sync_bytes", "steps", "ranks",
-             "dtype", "device"},
+             "phases", "response_tokens", "dtype", "device"},
     "train": {"bare_overhead", "bare_seconds", "packed_speedup", "packed_seconds", "useful_tokens_per_s", "shared_prompt_speedup",
               "shared_prompt_seconds", "hf_ratio", "hf_ratio_packed", "hf_seconds", "mfu", "gemm_gflops", "repeat", "dtype", "device", "threads"},
 }
+
+
+TRL = {"rival", "trl_step_s", "trl_response_tokens", "times_trl", "times_trl_per_response_token"}
 
 
 def bench(name: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -58,9 +61,9 @@ def bench(name: str, *options: str) -> subprocess.CompletedProcess[str]:
 def figures(name: str, *options: str) -> dict[str, float]:
     done = bench(name, *options, "--json")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    assert set(found) == KEYS[name]
+    assert set(found) == KEYS[name] | (TRL if "trl" in options else set())
     documented = (ROOT / "docs" / "performance.md").read_text()
-    assert not [key for key in KEYS[name] if f"`{key}`" not in documented]
+    assert not [key for key in found if f"`{key}`" not in documented]
     assert all(value >= 0 for value in found.values() if isinstance(value, float))
     return found
 
@@ -249,6 +252,49 @@ def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> N
     found = figures("step", str(config), "run.seed=9", "--steps", "2")
     assert found["steps"] == 1 and 0 < found["update_s"] < found["step_s"]
     assert not (tmp_path / "run").exists()
+    assert set(found["phases"]) == {"rollout", "reward", "log_probs", "advantages", "update", "sync", "other"}  # type: ignore[call-overload]
+    assert sum(found["phases"].values()) == pytest.approx(found["step_s"])  # type: ignore[attr-defined]
+
+
+FAKE_TRL = '''
+import json, os
+__version__ = "9.9"
+class GRPOConfig(dict):
+    def __init__(self, **values): super().__init__(values)
+class GRPOTrainer:
+    def __init__(self, model, reward_funcs, args, train_dataset, processing_class, callbacks):
+        self.__dict__.update(locals())
+        assert os.path.isfile(os.path.join(model, "config.json")) and processing_class.padding_side == "left"
+    def train(self):
+        with open(os.environ["FAKE_TRL_LOG"], "w") as log:
+            kept = {k: v for k, v in self.args.items() if k != "output_dir"}
+            json.dump([kept, list(self.train_dataset["prompt"])], log)
+        for step in range(self.args["max_steps"]):
+            for c in self.callbacks: c.on_step_begin(self.args, None, None)
+            rewards = self.reward_funcs(completions=["a", "bb"], completion_ids=[[1], [2, 3]], prompts=["p"] * 2)
+            assert rewards == [1.0, 0.0]
+            for c in self.callbacks: c.on_step_end(self.args, None, None)
+'''
+
+
+def test_step_gives_its_rival_the_same_work(tmp_path: Path) -> None:
+    """TRL (not the real one) in an interpreter of its own gets the run's prompts, sizes and type."""
+    config = write_run(tmp_path)
+    (tmp_path / "fake" / "trl").mkdir(parents=True)
+    (tmp_path / "fake" / "trl" / "__init__.py").write_text(FAKE_TRL)
+    (tmp_path / "fake" / "datasets.py").write_text("class Dataset:\n    from_dict = staticmethod(dict)\n")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path}/fake FAKE_TRL_LOG={tmp_path}/log exec {sys.executable} \"$@\"\n")
+    python.chmod(0o755)
+    found = figures("step", str(config), "--steps", "2", "--ranks", "1", "--rival", "trl", "--rival-python", str(python), "--rival-steps", "3")
+    assert found["rival"] == "trl 9.9" and found["trl_response_tokens"] == 3
+    assert found["times_trl"] == pytest.approx(found["trl_step_s"] / found["step_s"])
+    assert found["times_trl_per_response_token"] == pytest.approx(found["times_trl"] * found["response_tokens"] / 3)
+    asked, prompts = json.loads((tmp_path / "log").read_text())
+    assert asked["num_generations"] == 4 and asked["max_completion_length"] == 6 and asked["max_steps"] == 3 and asked["learning_rate"] == 1e-3
+    assert asked["per_device_train_batch_size"] * asked["gradient_accumulation_steps"] == 16 and asked["model_init_kwargs"] == {"dtype": "float32"}
+    assert asked["use_cpu"] and not asked["bf16"] and asked["beta"] == 0.0
+    assert len(prompts) == 8 and len(set(prompts)) == 8 and all(p.endswith("=") for p in prompts)
 
 
 def test_bad_options_are_refused() -> None:
@@ -259,6 +305,8 @@ def test_bad_options_are_refused() -> None:
             ("reshard", ["--rollout-ranks", "0,7"], r"engine ranks \[0, 7\] must be different ranks below --procs 2"),
             ("rollout", ["--model", "models/none"], "models/none"), ("rollout", ["--samples", "0"], "--samples is 0"),
             ("rollout", ["--engines", "2", "--limits"], "--engines above 1"),
-            ("step", ["--steps", "1"], "--steps 1"), ("train", ["--repeat", "0"], "--repeat 0"), ("train", ["--sequences", "1"], "--sequences 1")):
+            ("step", ["--steps", "1"], "--steps 1"), ("step", ["--rival", "trl"], "bench step: --rival trl and --rival-python FILE belong together"),
+            ("step", ["--rival", "trl", "--rival-python", "none"], "bench step: --rival-python 'none' cannot be run"),
+            ("train", ["--repeat", "0"], "--repeat 0"), ("train", ["--sequences", "1"], "--sequences 1")):
         with pytest.raises(UserError, match=words):
             execute(argparse.Namespace(name=name, options=options, json=False))

@@ -35,6 +35,23 @@ def test_the_demo_learns_to_carry_and_stays_on_policy(tmp_path: Path) -> None:
         assert word in done.stdout, word
 
 
+@pytest.mark.slow
+def test_the_demo_with_experts_learns_and_keeps_their_load_apart(tmp_path: Path) -> None:
+    """EP2 in actor and engine, from nothing; the load of the experts is in every record."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mcore_rl", "train", "configs/demo_moe.yaml"],
+        cwd=tmp_path, env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_metrics(tmp_path / "runs" / "demo-moe")
+    rewards = [r["reward/mean"] for r in rows]
+    assert sum(rewards[-10:]) / 10 >= sum(rewards[:5]) / 5 + 0.2
+    for row in rows:
+        assert row["actor/ratio_max_deviation"] < 1e-4 and row["actor/log_prob_gap_max"] < 1e-3, row["step"]
+        assert 1.0 <= row["moe/max_load_share"] < 2.0 and 0.8 < row["moe/load_entropy"] <= 1.0, row["step"]
+
+
 def test_no_held_out_prompt_is_in_a_training_set() -> None:
     from mcore_rl.synthetic import BUILTIN
 
