@@ -26,13 +26,13 @@ def _interleaved_with_two_stages(c: Any) -> str | None:
 
 
 def _cut_without_sequence_parallel(c: Any) -> str | None:
-    """Latent attention: the norm of the compressed query is counted once per rank. Experts: Megatron's own check covers training mode only."""
+    """Latent attention: the norm of the compressed query is summed over tp twice. Experts: Megatron says so itself, in the first training step."""
     if c.tensor_model_parallel_size == 1 or c.sequence_parallel:
         return None
     if getattr(c, "multi_latent_attention", False):
         return "latent attention with tp > 1 and no sequence parallelism: gradients of its norms are summed twice; set sequence_parallel=True or tp=1"
     if c.num_moe_experts:
-        return "experts with tp > 1 and no sequence parallelism: every rank sends all tokens, not its own; set sequence_parallel=True or tp=1"
+        return "experts with tp > 1 and no sequence parallelism: it stops in the first training step, after all is built; set sequence_parallel=True or tp=1"
     return None
 
 
@@ -57,7 +57,7 @@ def refuse_config(config: Any) -> None:
     """Raises UserError for a TransformerConfig that Megatron-Core would train wrongly."""
     problems = [text for check in CHECKS if (text := check(config)) is not None]
     if problems:
-        raise UserError("Megatron-Core would train this wrongly, without an error:\n" + "\n".join(f"- {text}" for text in problems))
+        raise UserError("Megatron-Core would not train this rightly:\n" + "\n".join(f"- {text}" for text in problems))
 
 
 def refuse_modules(config: Any, modules: Iterable[Any], implementation: str) -> None:

@@ -45,7 +45,7 @@ class ActorConfig:
         "packed: sequences of a micro-batch stand in one row, without padding; padded: one row each; shared_prompt: packed, and the prompt of "
         "a group is computed once for all its responses (layer_implementation torch)", "packed")
     max_tokens_per_micro_batch: int | None = option("fill micro-batches up to this many tokens, padding included, instead of a number of sequences; "
-                                                    "null: micro_batch_size and log_prob_micro_batch_size hold", None, low=1)
+                                                    "under cp whole sequences count; null: micro_batch_size and log_prob_micro_batch_size hold", None, low=1)
     updates_per_step: int = option("optimizer updates (mini-batches) made from the samples of one step", 1, low=1)
     skip_old_log_probs: bool = option("take old log-probs from the update's own forward instead of a pass of their own "
                                       "(allowed with one update per step, where the two are equal)", False)
@@ -60,7 +60,7 @@ class ActorConfig:
     layer_implementation: Literal["auto", "torch", "te"] = option("te: Transformer Engine; auto: te where it imports on a GPU", "auto")
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = option(
         "train with FP8 products: a recipe of Transformer Engine (layer_implementation te); with torch layers blockwise only, emulated "
-        "by rounding (docs/training.md)", None)
+        "by rounding (docs/context-parallel-and-fp8.md)", None)
 
     def __post_init__(self) -> None:
         check_ranges(self, "actor")

@@ -125,9 +125,9 @@ class AlgorithmConfig:
                                   "(they still count in their group's mean reward)", False)
     log_prob_gap_max: float | Literal["auto"] | None = option(
         "on-policy gate: largest |trainer - engine| log-prob of a token right after a sync; auto: 1e-3 where actor and engine "
-        "compute in float32, no gate in bfloat16 (rounding differs; the metric is still reported); null: no gate", "auto", above=0)
+        "compute in float32, no gate in bfloat16 or with FP8 (rounding differs; the metric is still reported); null: no gate", "auto", above=0)
     ratio_deviation_max: float | Literal["auto"] | None = option(
-        "on-policy gate: largest |ratio - 1| at the first update of a step; auto: 1e-4 in float32, no gate in bfloat16; null: no gate",
+        "on-policy gate: largest |ratio - 1| at the first update of a step; auto: 1e-4 in float32, no gate in bfloat16 or with actor.fp8; null: no gate",
         "auto", above=0)
 
     def __post_init__(self) -> None:
