@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 class Tokens:
     """Which sequence each token of a packed row belongs to, [tokens] (-1: padding), for the routers that see them.
 
-    `weights` [sequences] are the sequences' shares of the update's loss: they sum to 1 over all micro-batches and ranks.
+    `weights` [sequences] are the sequences' shares of the update's loss: they sum to 1 over all micro-batches and ranks. `group`: the
+    context-parallel ranks over which the row is cut, where it is; `sequences` are then of this rank's tokens.
     """
 
     sequences: Tensor
     weights: Tensor
+    group: Any = None
+
+    def of(self, columns: Tensor, group: Any) -> Tokens:
+        """Of the tokens at `columns`, which this rank of a context-parallel group holds."""
+        return Tokens(self.sequences[columns.to(self.sequences.device)], self.weights, group)
 
 
 def tokens_of(micro_batch: MicroBatch, options: MoEOptions, update_sequences: int, micro_batches: int) -> Tokens | None:
@@ -38,7 +44,7 @@ def tokens_of(micro_batch: MicroBatch, options: MoEOptions, update_sequences: in
         return None
     ids = torch.full((micro_batch.tokens.shape[1],), -1, dtype=torch.long)
     for i, segment in enumerate(micro_batch.segments):
-        ids[segment.start:segment.start + segment.length] = 0 if options.balancing == "aux_loss" else i
+        ids[segment.start:segment.start + segment.length - segment.padding] = 0 if options.balancing == "aux_loss" else i
     count = min(len(micro_batch.segments), 1) if options.balancing == "aux_loss" else len(micro_batch.segments)
     weight = 1.0 / max(micro_batches if options.balancing == "aux_loss" else update_sequences, 1)
     device = micro_batch.tokens.device
@@ -70,6 +76,8 @@ class Load:
         by_sequence.index_add_(0, ids[real], chosen[real].float())
         if len(ids) != len(tokens.sequences):
             dist.all_reduce(by_sequence, group=router.tp_group)
+        if tokens.group is not None:
+            dist.all_reduce(by_sequence, group=tokens.group)
         k = router.moe.top_k
         lengths = by_sequence.sum(1, keepdim=True) / k
         slope = tokens.weights[:, None] * chosen.shape[1] / k * by_sequence / lengths.clamp_min(1).square()

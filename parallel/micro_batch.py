@@ -20,12 +20,13 @@ from parallel.packing import Needed, Packing, needed
 class Segment:
     """Tokens [start, start + length) of a packed row: causal among themselves, and after those of `prefix` (start, length).
 
-    Under context parallelism `length` counts padding at the end, up to a multiple of 2 cp; a prefix's does not.
+    Under context parallelism `length` counts `padding` tokens at the end, up to a multiple of 2 cp; a prefix's does not.
     """
 
     start: int
     length: int
     prefix: tuple[int, int] = (0, 0)
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class _Draft:
         self.height, self.width = 1, start + length
         if len(ids):
             self.pieces.append((0, start, position, ids))
-            self.segments.append(Segment(start, length, prefix))
+            self.segments.append(Segment(start, length, prefix, length - len(ids)))
         return lambda t: (0, start + t - position)
 
     def _add_after_prompt(self, ids: Sequence[int], part: Needed, prompts: dict[tuple[int, ...], int]) -> Callable[[int], tuple[int, int]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel import balancing
 from parallel.config import Coordinates, ParallelConfig
-from parallel.context_parallel import cut
+from parallel.context_parallel import cut, held_columns, sequence_lengths
 from parallel.device import Device, prepare_dtype
 from parallel.fp8_recipe import check_fp8, fill_up
 from parallel.groups import RoleGroups, role_groups
@@ -152,8 +152,10 @@ class TrainingModel:
             micro_batch = next(iterator)
             part, whole = cut(micro_batch, cp_group) if cp > 1 else (micro_batch, None)
             row = packed_row(part, self.implementation, cp, self.at.cp)
-            if row is not None and self.model.moe is not None and cp == 1:
-                row.routed = balancing.tokens_of(micro_batch, self.options.moe, update_sequences, micro_batches)
+            if row is not None and self.model.moe is not None:
+                routed = balancing.tokens_of(micro_batch, self.options.moe, update_sequences, micro_batches)
+                columns = held_columns(sequence_lengths(micro_batch), cp)[self.at.cp] if cp > 1 else None
+                row.routed = routed if routed is None or columns is None else routed.of(columns, cp_group)
             output = chunk(part.tokens, part.positions, None, packed_seq_params=row)
 
             def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

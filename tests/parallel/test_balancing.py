@@ -55,7 +55,8 @@ def reference(directory: str) -> tuple[dict[str, torch.Tensor], float, list[torc
 SEQUENCE = dict(tp=2, sequence_parallel=True)
 CUTS: list[tuple[int, dict[str, Any], int, dict[str, Any]]] = [
     (1, {}, 8, {}), (1, {}, 3, dict(recompute="full")), (2, dict(ep=2), 2, dict(recompute="selective", recompute_modules=("core_attn", "moe"))),
-    (2, dict(SEQUENCE, ep=2, etp=1), 5, {}), (2, dict(pp=2), 2, dict(recompute="full")), (2, dict(pp=2, vpp=2), 2, {})]
+    (2, dict(SEQUENCE, ep=2, etp=1), 5, {}), (2, dict(pp=2), 2, dict(recompute="full")), (2, dict(pp=2, vpp=2), 2, {}),
+    (2, dict(cp=2), 3, dict(recompute="full")), (2, dict(cp=2, ep=2), 5, {})]
 
 
 def test_the_loss_of_sequences_is_transformers_and_does_not_depend_on_the_split(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_biases_move_towards_an_even_load_however_work_is_split(tmp_path: Path) 
     before = load_file(directory / "model.safetensors")
     options, seen = TrainingOptions(moe=MoEOptions("bias", bias_update_rate=RATE)), None
     tokens = sum(len(s) - 1 for s in SEQUENCES)
-    for world, parallel, size in ((1, {}, 8), (2, dict(ep=2), 3), (2, dict(SEQUENCE, ep=2, etp=1), 4), (2, dict(pp=2), 2)):
+    for world, parallel, size in ((1, {}, 8), (2, dict(ep=2), 3), (2, dict(SEQUENCE, ep=2, etp=1), 4), (2, dict(pp=2), 2), (2, dict(cp=2), 3)):
         results = run_ranks(world, update, str(directory), parallel, size, options)
         counts = {layer: c for r in results for layer, c in r[3].items()}
         assert sorted(counts) == [1, 2, 3] and all(c.sum() == 3 * tokens for c in counts.values())  # no padding, and each token once
