@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.invariants import test_critic
 from tests.invariants.test_packing import PACKED, SEQUENCE, SHARED, close, train
 from tests.models import write_model
 from tests.worker_pool import run_ranks
@@ -37,6 +38,14 @@ def test_training_is_the_same_over_context_parallel_ranks(family: str, tmp_path:
     want = run_ranks(1, train, directory, {}, PADDED, 3)[0]
     for world, parallel, batching, size in CASES[family]:
         close(run_ranks(world, train, directory, parallel, batching, size)[0], want, f"{family} {parallel} {batching} {size}")
+
+
+def test_a_critic_learns_the_same_over_context_parallel_ranks(tmp_path: Path) -> None:
+    directory = model(tmp_path, "qwen2")
+    want = run_ranks(1, test_critic.train, directory, {}, PADDED, 3)[0]
+    for parallel, batching, distributed in ((dict(cp=2), PACKED, False), (dict(cp=2), SHARED, True), (dict(cp=2), PADDED, False)):
+        got = run_ranks(2, test_critic.train, directory, parallel, batching, 5, distributed)[0]
+        assert (found := test_critic.difference(got, want)) is None, f"{parallel} {batching}: {found}"
 
 
 def faulty(fault: str, directory: str) -> Any:
