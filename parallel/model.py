@@ -64,6 +64,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, dtype: torc
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fused = implementation == "te"
+    if fused and parallel.cp > 1 and model.windowed_layers:
+        raise UserError(f"cp={parallel.cp}: sliding windows ({model.family}) over context-parallel ranks are built in torch only, Transformer Engine's ring has "
+                        "none; set layer_implementation: torch, or cp=1")
     plain_rotary = model.mla is None and rotary_scale(model) == 1.0
     config = (MLATransformerConfig if model.mla else TransformerConfig)(
         num_layers=model.num_layers, hidden_size=model.hidden_size, ffn_hidden_size=model.intermediate_size,

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from parallel.config import ParallelConfig
+from parallel.errors import UserError
 from parallel.micro_batch import Segment, make_micro_batches
+from tests.models import TINY
 from tests.worker_pool import run_ranks
 
 # the third segment is a response that sees the first as its prompt, 5 tokens of which are no padding
@@ -107,6 +109,15 @@ def test_rows_and_sequences_are_padded_to_whole_chunks(packing: Any, parallel: P
     assert batch.tokens.shape[1] % (2 * parallel.cp) == 0 and batch.tokens.shape[1] // parallel.cp % (parallel.tp) == 0
     for segment in batch.segments or ():
         assert segment.length % (2 * parallel.cp) == 0 and segment.start % (2 * parallel.cp) == 0
+
+
+def test_windows_over_ranks_are_refused_where_transformer_engine_attends() -> None:
+    from parallel.model import transformer_config
+    from parallel.model_config import ModelConfig
+
+    model = ModelConfig.from_hf({"model_type": "mistral", **TINY, "sliding_window": 5})
+    with pytest.raises(UserError, match="cp=2: sliding windows .mistral.*layer_implementation: torch"):
+        transformer_config(model, ParallelConfig(cp=2), torch.float32, "te")
 
 
 def predictions(packing: Any) -> Any:
