@@ -20,6 +20,7 @@ CASES = [
     (4, ["actor.parallel.tp=2", "actor.parallel.pp=2", "actor.micro_batch_size=1"]),
     (1, ["actor.packing=padded"]),
     (2, ["actor.packing=shared_prompt", "actor.parallel.pp=2"]),
+    (2, ["actor.parallel.cp=2", "actor.micro_batch_size=3"]),
 ]
 
 
