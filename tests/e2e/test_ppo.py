@@ -58,6 +58,6 @@ def test_the_demo_with_a_critic_learns(tmp_path: Path) -> None:
     assert sum(rewards[-10:]) / 10 >= sum(rewards[:5]) / 5 + 0.3
     evaluated = [row for row in rows if "eval/greedy" in row]
     assert evaluated[0]["eval/greedy"] <= 0.5 and evaluated[-1]["eval/greedy"] >= 0.8
-    assert sum(row["critic/explained_variance"] for row in rows[5:30]) / 25 > 0.2, "the critic knows more than the mean"
+    assert sum(row["critic/explained_variance"] for row in rows[6:16]) / 10 > 0.25, "the critic knows more than the mean"
     for row in rows:
         assert row.get("actor/ratio_max_deviation", 0.0) < 1e-4 and row["actor/log_prob_gap_max"] < 1e-3, row["step"]
