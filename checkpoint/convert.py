@@ -137,7 +137,8 @@ def write_mcore(source: Source, directory: str | Path, parallel: ParallelConfig 
     """
     target = Path(directory)
     if source.model.head == "value" and form != "mcore-rl":
-        raise UserError(f"{str(source.directory)!r} is a value model (score.weight); {form} directories hold causal language models: leave --format out")
+        raise UserError(f"{str(source.directory)!r} is a value model (score.weight); {form} directories hold causal language "
+                        "models: leave --format out")
     on_rank_zero(lambda: check_destination(target, overwrite), f"writing {target}")
     model = source.model.with_options(make_vocab_size_divisible_by=divisible_by or source.model.make_vocab_size_divisible_by)
     stored = _stored(source, model, parallel, dtype)

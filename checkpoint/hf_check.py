@@ -64,8 +64,8 @@ def _beside_a_value_head(files: HFFiles, model: ModelConfig, where: str) -> set[
     biases = [name for name in files if name in {n.removesuffix("weight") + "bias" for n in (VALUE_HEAD, *VALUE_HEAD_ALIASES)}]
     for name in biases:
         if files[name].any():
-            raise UserError(f"{where}: {name}, the bias of the value head, is not zero, and value heads have no bias here; subtract it from the rewards "
-                            "and remove the tensor, or train a head without one")
+            raise UserError(f"{where}: {name}, the bias of the value head, is not zero, and value heads have no bias here; "
+                            "subtract it from the rewards and remove the tensor, or train a head without one")
     if HEAD in files:
         logger.info("%s: %s is not read; the model has a value head", where, HEAD)
     return {HEAD, *biases}

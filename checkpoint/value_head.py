@@ -30,13 +30,16 @@ def value_model(directory: str | Path, **changes: Any) -> tuple[ModelConfig, boo
     return model.with_value_head(), holds
 
 
-def read_value_model(directory: str | Path, training: TrainingModel, rank: int, world_size: int, holds_head: bool, seed: int, head_std: float) -> None:
+def read_value_model(directory: str | Path, training: TrainingModel, rank: int, world_size: int, holds_head: bool, seed: int,
+                     head_std: float) -> None:
     """Fill a value model: its layers and, with `holds_head`, its head from the files; else a new head.
 
     A head over the vocabulary is neither asked for nor read. A new head is normal with standard deviation `head_std` from `seed`, the same
     under every layout; 0: zeros. Raises UserError as `read_hf` does: a tensor that is missing, unknown or misshapen is named.
     """
-    model = training.model if holds_head else ModelConfig.from_directory(directory, make_vocab_size_divisible_by=training.model.make_vocab_size_divisible_by)
+    model, divisor = training.model, training.model.make_vocab_size_divisible_by
+    if not holds_head:
+        model = ModelConfig.from_directory(directory, make_vocab_size_divisible_by=divisor)
     layout = mcore_layout(model, training.parallel, rank, world_size, training.dtype, training.names, head=holds_head)
     read_hf(directory, layout, training.tensors, model)
     if not holds_head:

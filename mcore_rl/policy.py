@@ -46,7 +46,7 @@ class Policy:
         return [a for a, _ in merged], [b for _, b in merged]
 
     def values(self, sequences: Sequence[Sequence[int]], size: int, masks: Masks = None) -> list[Tensor]:
-        """A value model's values [tokens] of every sequence, on every rank: entry t is the value of what comes before token t; 0 as in `log_probs`."""
+        """A value model's values [tokens] of every sequence, on every rank: entry t is that of what comes before token t; 0 as in `log_probs`."""
         return [value for value, in self._predict(sequences, size, 1.0, masks, "values")]
 
     def _predict(self, sequences: Sequence[Sequence[int]], size: int, temperature: float, masks: Masks, what: str) -> list[tuple[Tensor, ...]]:

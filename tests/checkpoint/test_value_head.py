@@ -36,7 +36,8 @@ def reward_model(directory: Path, name: str = "score.weight", drop: str | None =
     write_model(directory, "qwen2", num_hidden_layers=2)
     path, config = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
     tensors = load_file(path)
-    tensors = {k: v for k, v in tensors.items() if k != drop} | {name: torch.linspace(-1, 1, 64)[None]} | {k.replace("__", "."): v for k, v in more.items()}
+    tensors = {k: v for k, v in tensors.items() if k != drop} | {name: torch.linspace(-1, 1, 64)[None]}
+    tensors.update({k.replace("__", "."): v for k, v in more.items()})
     save_file(tensors, path, {"format": "pt"})
     if announce:
         config.update(architectures=["Qwen2ForSequenceClassification"], id2label={"0": "LABEL_0"}, pad_token_id=0)

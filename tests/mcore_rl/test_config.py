@@ -129,7 +129,8 @@ def test_merge_keys_notes_and_broken_yaml(tmp_path: Path) -> None:
     ("reference.path=x", "algorithm.kl_coefficient is 0"), ("reference.parallel.tp=2", "algorithm.kl_coefficient is 0"),
     ("algorithm.kl_estimator=k1", "algorithm.kl_coefficient is 0"), ("critic.optimizer.lr=1e-5", "algorithm.name is grpo, which has no critic"),
     ("critic.parallel.tp=2", "algorithm.name is grpo"), ("critic.path=x", "algorithm.name is grpo"),
-    ("algorithm.gamma=0.9", "algorithm.name is grpo"), ("algorithm.kl_in=reward", "algorithm.name is grpo"), ("reward.function=a:b", "reward.name is exact_match"),
+    ("algorithm.gamma=0.9", "algorithm.name is grpo"), ("algorithm.kl_in=reward", "algorithm.name is grpo"),
+    ("reward.function=a:b", "reward.name is exact_match"),
     ("sft.output=x", "mcore-rl sft"), ("data.system_prompt=x", "data.prompt_format is text"), ("data.response_field=r", "mcore-rl sft"),
     ("evaluation.samples=4", "evaluation.data is not set"), ("actor.optimizer.min_lr=1e-9", "schedule is constant")])
 def test_keys_without_effect_are_refused(tmp_path: Path, override: str, words: str) -> None:
@@ -138,10 +139,14 @@ def test_keys_without_effect_are_refused(tmp_path: Path, override: str, words: s
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
-    (["critic.enabled=true"], "unknown key critic.enabled"), (["algorithm.name=ppo", "critic.updates_per_step=7"], "critic.updates_per_step 7 does not divide"),
-    (["algorithm.name=ppo", "critic.optimizer.schedule=linear", "critic.optimizer.warmup_steps=100"], "critic.optimizer.warmup_steps 100 is not below the 100"),
-    (["algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "actor.skip_old_log_probs=true"], "whose KL is that of the old log-probs"),
-    (["algorithm.name=ppo", "algorithm.kl_in=reward"], "algorithm.kl_coefficient is 0"), (["algorithm.name=ppo", "critic.value_clip=0"], "critic.value_clip is 0"),
+    (["critic.enabled=true"], "unknown key critic.enabled"),
+    (["algorithm.name=ppo", "critic.updates_per_step=7"], "critic.updates_per_step 7 does not divide"),
+    (["algorithm.name=ppo", "critic.optimizer.schedule=linear", "critic.optimizer.warmup_steps=100"],
+     "critic.optimizer.warmup_steps 100 is not below the 100"),
+    (["algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "actor.skip_old_log_probs=true"],
+     "whose KL is that of the old log-probs"),
+    (["algorithm.name=ppo", "algorithm.kl_in=reward"], "algorithm.kl_coefficient is 0"),
+    (["algorithm.name=ppo", "critic.value_clip=0"], "critic.value_clip is 0"),
     (["algorithm.name=ppo", "critic.max_tokens_per_micro_batch=8"], "less than the 1280 tokens"),
     (["algorithm.name=ppo", "critic.max_tokens_per_micro_batch=2000", "critic.micro_batch_size=3"], "takes its place"),
     (["algorithm.name=ppo", "critic.packing=shared_prompt", "actor.layer_implementation=te"], "critic.packing is shared_prompt"),

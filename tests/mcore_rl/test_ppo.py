@@ -30,7 +30,8 @@ def test_gae_is_the_sum_of_discounted_errors_over_the_policys_tokens(steps: list
     assert advantages[mask].tolist() == pytest.approx(want, abs=2e-5)
     assert returns[mask].tolist() == pytest.approx([a + v for a, (_, v, m) in zip(want, [s for s in steps if s[2]], strict=True)], abs=2e-5)
     assert not advantages[~mask].any() and not returns[~mask].any()
-    longer = gae(torch.cat([rewards, torch.full((3,), 50.0)]), torch.cat([values, torch.full((3,), -70.0)]), torch.cat([mask, torch.zeros(3, dtype=torch.bool)]), gamma, lam)
+    padded = [torch.cat([column, torch.full((3,), fill, dtype=column.dtype)]) for column, fill in ((rewards, 50.0), (values, -70.0), (mask, False))]
+    longer = gae(*padded, gamma, lam)
     assert torch.equal(longer[0][:len(steps)], advantages) and torch.equal(longer[1][:len(steps)], returns)
 
 
@@ -62,7 +63,8 @@ def test_whitening_is_over_all_tokens_of_the_step_in_any_order() -> None:
     masks = [torch.tensor([0, 1, 1]), torch.tensor([0, 1]), torch.tensor([0, 1, 0, 1])]
     got = whiten(columns, masks, 1e-8)
     every = torch.tensor([3.0, 1, -2, 4, 1])
-    assert torch.cat([g[m != 0] for g, m in zip(got, masks, strict=True)]).tolist() == pytest.approx(((every - every.mean()) / every.std()).tolist(), abs=1e-6)
+    want = (every - every.mean()) / every.std()
+    assert torch.cat([g[m != 0] for g, m in zip(got, masks, strict=True)]).tolist() == pytest.approx(want.tolist(), abs=1e-6)
     assert all(not g[m == 0].any() for g, m in zip(got, masks, strict=True))
     order = [2, 0, 1]
     again = whiten([columns[i] for i in order], [masks[i] for i in order], 1e-8)
