@@ -171,8 +171,9 @@ def _contradictions(c: Config) -> list[tuple[bool, str]]:
     r, e = c.rollout, c.evaluation
     learns = c.kind == "train" and c.run.only is None
     rules: list[tuple[bool, Callable[[], str]]] = [
-        (learns and c.algorithm.name == "grpo" and r.samples_per_prompt < 2, lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one "
-                                                      "prompt with each other; set at least 2"),
+        (learns and c.algorithm.name == "grpo" and r.samples_per_prompt < 2,
+         lambda: "rollout.samples_per_prompt is 1, but algorithm grpo compares the samples of one prompt with each other; "
+                 "set at least 2"),
         (learns and r.temperature == 0, lambda: "rollout.temperature is 0 (greedy): all samples of a prompt would be equal and nothing is "
                                                 "learnt; set it above 0, such as 1.0"),
         (learns and c.actor.skip_old_log_probs and c.actor.updates_per_step > 1,
@@ -217,6 +218,7 @@ def _role_contradictions(c: Config, name: str, role: ActorConfig | CriticConfig,
          lambda: f"{name}.updates_per_step {role.updates_per_step} does not divide the {samples} samples of a step "
                  f"(rollout.prompts_per_step {r.prompts_per_step} x rollout.samples_per_prompt {r.samples_per_prompt}); choose a divisor"),
         (budget is not None and longest is not None and longest > budget,
-         lambda: f"{name}.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); raise it or lower those"),
+         lambda: f"{name}.max_tokens_per_micro_batch {budget} is less than the {longest} tokens of the longest sequence ({told}); "
+                 "raise it or lower those"),
         (role.packing == "shared_prompt" and c.actor.layer_implementation == "te", lambda: f"{name}.{SHARED_NEEDS_TORCH}"),
     ]
