@@ -48,25 +48,8 @@ class SDPACoreAttention(torch.nn.Module):
         if self._cp_group is not None:
             return self._cut_over_cp(query, key, value, packed_seq_params)
         if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params.segments)
+            return packed_seq_params.buckets.attend(query, key, value, self._attend).flatten(1)
         return self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        lengths = [s.length for s in segments]
-        tail = query.shape[0] - sum(lengths)
-        at = {s.start: i for i, s in enumerate(segments)}
-        # split and cat, whose gradients are one cat and narrow views: slices would each add a row of zeros
-        q, k, v = (x.transpose(0, 1).unsqueeze(0).split([*lengths, tail], 2) for x in (query, key, value))
-        out = []
-        for i, segment in enumerate(segments):
-            before, keys, values = segment.prefix[1], k[i], v[i]
-            if before:
-                j = at[segment.prefix[0]]
-                keys, values = torch.cat([k[j], keys], 2), torch.cat([v[j], values], 2)
-            out.append(self._attend(q[i], keys, values, before))
-        if tail or not out:  # padding: attends to nothing
-            out.append(v[-1].new_zeros(1, query.shape[1], tail, value.shape[2]))
-        return torch.cat(out, 2).squeeze(0).transpose(0, 1).flatten(1)
 
     def _cut_over_cp(self, query: Tensor, key: Tensor, value: Tensor, row: Any) -> Tensor:
         """The same for this rank's chunks of every sequence: keys and values of all ranks are gathered, queries stay where they are."""

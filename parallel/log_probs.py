@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of tokens from hidden states and a head that is cut over the vocabulary, a chunk of tokens at a time.
 
-The logits of all tokens, [tokens, vocabulary] in fp32, are the largest thing a training step could hold. Here at most one chunk of
-them exists: the forward pass keeps three numbers per token, the backward pass makes each chunk again.
+The logits of all tokens, [tokens, vocabulary] in fp32, are the largest thing a training step could hold. Here a bounded number of
+chunks of them exists, whatever the number of tokens: the last ones are kept for the backward pass, which makes all others again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 # fp32 logits of one chunk on one rank: 64 MiB beside a CPU's caches, 512 MiB where launches cost more than memory
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+# chunks kept for the backward pass: a CPU has memory to spare rather than time for a product
+KEPT_CHUNKS = {"cpu": 4, "cuda": 1}
 _NOTHING = -1e30  # the largest logit of a rank that holds padding rows only
 
 
@@ -23,19 +25,23 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first: int, temperature: float, group: Any, chunk: int,
-                keep: bool) -> tuple[Tensor, Tensor]:
-        """`weight` holds the vocabulary from row `first` on, without padding rows; `keep`: a backward pass will follow."""
+                keep: int) -> tuple[Tensor, Tensor]:
+        """`weight` holds the vocabulary from row `first` on, without padding rows. `keep` chunks stay for the backward pass."""
         parts: list[Tensor] = []
-        last: list[Tensor] = []
-        for rows in _chunks(len(hidden), chunk):
+        kept: list[Tensor] = []
+        scratch: Tensor | None = None
+        chunks = list(_chunks(len(hidden), chunk))
+        for i, rows in enumerate(chunks):
             logits = _logits(hidden[rows], weight, temperature)
             top = logits.amax(-1) if weight.shape[0] else logits.new_full(logits.shape[:1], _NOTHING)
             local, mine = _local(targets[rows], first, weight.shape[0])
             picked = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(mine, 0.0) if weight.shape[0] else torch.zeros_like(top)
-            exp = logits.sub_(top.unsqueeze(-1)).exp()
+            scratch = torch.empty_like(logits) if scratch is None else scratch
+            exp = torch.exp(logits.sub_(top.unsqueeze(-1)), out=scratch[:len(logits)])
             z = exp.sum(-1)
             parts.append(torch.stack([top, z, exp.mul_(logits).sum(-1), picked]))
-            last = [logits, top]
+            if i >= len(chunks) - keep:
+                kept += [logits, top]
         top, z, weighted, picked = torch.cat(parts, 1) if parts else hidden.new_zeros(4, 0, dtype=torch.float32)
         highest = _all_reduce(top.clone(), group, dist.ReduceOp.MAX)
         # every rank's sums to one shift; `weighted` is the sum of exp(logit - shift) x (logit - shift)
@@ -45,8 +51,7 @@ class _HeadLogProbs(torch.autograd.Function):
         z, weighted, picked = _all_reduce(sums, group, dist.ReduceOp.SUM)
         log_z = z.log()
         log_probs, entropy = picked - highest - log_z, log_z - weighted / z
-        # the last chunk is within the bound as it is: a backward pass need not make it again
-        ctx.save_for_backward(hidden, weight, targets, log_z + highest, entropy, *(last if keep else []))
+        ctx.save_for_backward(hidden, weight, targets, log_z + highest, entropy, *kept)
         ctx.first, ctx.temperature, ctx.chunk = first, temperature, chunk
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -62,8 +67,8 @@ class _HeadLogProbs(torch.autograd.Function):
         chunks = list(_chunks(len(hidden), ctx.chunk))
         for rows in reversed(chunks):
             if kept:
-                log_p = kept[0].sub_((log_z[rows] - kept[1]).unsqueeze(-1))
-                kept.clear()
+                top = kept.pop()
+                log_p = kept.pop().sub_((log_z[rows] - top).unsqueeze(-1))
             else:
                 log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows].unsqueeze(-1))
             # d log p(target) / dx = onehot - p;  dH / dx = -p (log p + H)
@@ -120,10 +125,10 @@ def head_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: 
 
     hidden: [tokens, hidden_size], the same on all ranks of `group`; its gradient is this rank's part of a sum over them.
     weight: [padded_vocab / tp, hidden_size], this rank's contiguous vocabulary rows in rank order of `group`. Rows at or beyond
-    `vocab_size` are padding and take no part. targets: [tokens] token ids. `chunk_elements` bounds the logits held at a time.
+    `vocab_size` are padding and take no part. targets: [tokens] token ids. `chunk_elements` bounds the logits of a chunk, of which `KEPT_CHUNKS` are held.
     """
     first = (dist.get_rank(group) if group is not None else 0) * weight.shape[0]
     real = weight[:max(0, vocab_size - first)]
     chunk = max(1, (chunk_elements or CHUNK_ELEMENTS.get(hidden.device.type, 1 << 24)) // max(1, real.shape[0]))
-    keep = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = KEPT_CHUNKS.get(hidden.device.type, 1) if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad) else 0
     return _HeadLogProbs.apply(hidden, real, targets, first, temperature, group, chunk, keep)

@@ -20,6 +20,7 @@ from parallel.errors import UserError
 from parallel.micro_batch import MicroBatch, Segment
 from parallel.model_config import MoE
 from parallel.options import MoEOptions
+from parallel.packed_rows import Buckets, make_buckets
 from parallel.packing import SHARED_NEEDS_TORCH
 from parallel.routing import choose_experts, probabilities
 
@@ -85,12 +86,13 @@ class BiasedRowLinear(RowParallelLinear):
 class PackedRow(PackedSeqParams):
     """What attention must know of a packed row in the `torch` layer implementation, beside what Megatron asks for.
 
-    To Megatron it is one sequence, so that it hands on q, k and v as they are; positions [tokens] and segments say the rest. Under
-    context parallelism positions are where Megatron takes this rank's from (`as_megatron_cuts`).
+    To Megatron it is one sequence, so that it hands on q, k and v as they are; positions [tokens] and buckets say the rest. Under
+    context parallelism positions are where Megatron takes this rank's from (`as_megatron_cuts`), and segments those of the whole row.
     """
 
     positions: Tensor | None = None
     segments: tuple[Segment, ...] = ()
+    buckets: Buckets | None = None
 
 
 def packed_row(micro_batch: MicroBatch, implementation: str, cp: int = 1, cp_rank: int = 0) -> PackedSeqParams | None:
@@ -105,7 +107,8 @@ def packed_row(micro_batch: MicroBatch, implementation: str, cp: int = 1, cp_ran
     if implementation == "torch":
         whole = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         return PackedRow(qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=tokens, max_seqlen_kv=tokens,
-                         positions=as_megatron_cuts(micro_batch.positions[0], cp, cp_rank), segments=micro_batch.segments)
+                         positions=as_megatron_cuts(micro_batch.positions[0], cp, cp_rank), segments=micro_batch.segments,
+                         buckets=make_buckets(micro_batch.segments, tokens, device) if cp == 1 else None)
     if any(s.prefix[1] for s in micro_batch.segments):
         raise UserError(SHARED_NEEDS_TORCH)
     ends = sorted({0, *(s.start + s.length for s in micro_batch.segments), tokens})

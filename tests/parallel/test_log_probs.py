@@ -58,14 +58,19 @@ def test_far_logits_and_an_empty_batch_stay_finite() -> None:
     assert log_probs.shape == entropy.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
-def test_no_more_logits_than_a_chunk_exist_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product with the head, in forward and backward, is of at most `chunk_elements` logits; the last chunk is not made twice."""
+@pytest.mark.parametrize(("kept", "again"), [(1, [200, 200]), (2, [200])])
+def test_no_more_logits_than_a_chunk_exist_at_a_time(kept: int, again: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product with the head, in forward and backward, is of at most `chunk_elements` logits; the last chunks are not made twice."""
     made: list[int] = []
     original = module._logits
+    monkeypatch.setattr(module, "KEPT_CHUNKS", {"cpu": kept})
     monkeypatch.setattr(module, "_logits", lambda hidden, weight, t: made.append(len(hidden) * len(weight)) or original(hidden, weight, t))
     hidden, weight = torch.randn(10, 4).requires_grad_(), torch.randn(50, 4).requires_grad_()
     head_log_probs(hidden, weight, torch.zeros(10, dtype=torch.long), 50, chunk_elements=200)[0].sum().backward()
-    assert made == [200, 200, 100, 200, 200]
+    assert made == [200, 200, 100, *again]
+    want = weight.detach().clone().requires_grad_()
+    (hidden.detach() @ want.t()).log_softmax(-1)[:, 0].sum().backward()
+    torch.testing.assert_close(weight.grad, want.grad)
 
 
 def test_bfloat16_gradients_of_the_head_are_summed_in_float32() -> None:
