@@ -63,13 +63,19 @@ def measure(options: list[str]) -> dict[str, Any] | None:
         figures: dict[str, Any] = {}
         answers = sequences(GSM8K[:a.sequences], 1, model.vocab_size)
         few = (answers[0][:a.micro_batch], answers[1][:a.micro_batch])
-        figures |= _bare(policy, few, a)
-        figures |= _packed(policy, answers, a)
-        figures |= _transformers(policy, few[0], directory, a)
-        figures |= _shared(policy, sequences(GROUPS[:a.prompts], a.samples, model.vocab_size), a)
+        if "bare" in a.only:
+            figures |= _bare(policy, few, a)
+        if "packed" in a.only:
+            figures |= _packed(policy, answers, a)
+        if "transformers" in a.only:
+            figures |= _transformers(policy, few[0], directory, a)
+        if "shared" in a.only:
+            figures |= _shared(policy, sequences(GROUPS[:a.prompts], a.samples, model.vocab_size), a)
         rate = gemm_flops(policy.training.dtype, world.device.torch)
-        figures |= {"gemm_gflops": rate / 1e9, "mfu": figures.pop("operations") / figures["packed_seconds"] / rate}
-        return {**figures, "repeat": a.repeat, "dtype": dtype, "device": world.device.type, "threads": torch.get_num_threads()}
+        figures["gemm_gflops"] = rate / 1e9
+        if "packed" in a.only:
+            figures["mfu"] = figures.pop("operations") / figures["packed_seconds"] / rate
+        return {**figures, "repeat": a.repeat, "clock": a.clock, "dtype": dtype, "device": world.device.type, "threads": torch.get_num_threads()}
 
 
 def _options(options: list[str]) -> argparse.Namespace:
@@ -84,6 +90,10 @@ def _options(options: list[str]) -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=8, metavar="N", help="samples of a group (default 8)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
     p.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="CPU threads (default: all cores)")
+    p.add_argument("--clock", choices=("wall", "processor"), default="wall",
+                   help="processor: the seconds of this process's CPU threads, which other programs' work changes little (with --threads 1)")
+    p.add_argument("--only", choices=("bare", "packed", "transformers", "shared"), nargs="+", default=("bare", "packed", "transformers", "shared"),
+                   help="comparisons to make (default: all)")
     a = p.parse_args(options)
     if min(a.repeat, a.prompts, a.samples, a.threads, a.micro_batch) < 1 or not 2 <= a.sequences <= len(GSM8K):
         raise UserError(f"bench train: --repeat {a.repeat}, --prompts {a.prompts}, --samples {a.samples}, --threads {a.threads} and "
@@ -112,16 +122,17 @@ def sequences(lengths: tuple[tuple[int, int], ...], samples: int, vocab_size: in
     return ids, masks
 
 
-def in_turns(runs: dict[str, Callable[[], None]], repeat: int, device: torch.device) -> dict[str, list[float]]:
+def in_turns(runs: dict[str, Callable[[], None]], repeat: int, device: torch.device, clock: str = "wall") -> dict[str, list[float]]:
     """Seconds of each run, `repeat` times in turns and in changing order, after one that warms up."""
+    now = time.process_time if clock == "processor" else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeat + 1):
         for name in (runs if turn % 2 else reversed(runs)):
-            started = time.perf_counter()
+            started = now()
             runs[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(now() - started)
     return {name: values[1:] for name, values in seconds.items()}
 
 
@@ -154,7 +165,7 @@ def _bare(policy: Policy, samples: Sequences, a: argparse.Namespace) -> dict[str
     training = policy.training
     padded, = make_micro_batches(samples[0], [range(len(samples[0]))], training.parallel, "padded", None, training.device.torch)
     seconds = in_turns({"ours": update(policy, "padded", samples, len(samples[0]), False), "bare": lambda: bare_update(training, padded)},
-                       a.repeat, training.device.torch)
+                       a.repeat, training.device.torch, a.clock)
     return {"bare_overhead": ratio(seconds["ours"], seconds["bare"]) - 1, "bare_seconds": statistics.median(seconds["bare"])}
 
 
@@ -192,7 +203,8 @@ def with_logits(training: TrainingModel) -> Iterator[None]:
 
 def _packed(policy: Policy, samples: Sequences, a: argparse.Namespace) -> dict[str, Any]:
     tokens = sum(map(len, samples[0]))
-    seconds = in_turns({p: update(policy, p, samples, a.micro_batch, True) for p in ("padded", "packed")}, a.repeat, policy.training.device.torch)
+    seconds = in_turns({p: update(policy, p, samples, a.micro_batch, True) for p in ("padded", "packed")}, a.repeat,
+                       policy.training.device.torch, a.clock)
     packed = statistics.median(seconds["packed"])
     work = Work(policy.training.model)
     # a product of a weight or of a key is two operations, and as many again for each of the two gradients
@@ -202,7 +214,7 @@ def _packed(policy: Policy, samples: Sequences, a: argparse.Namespace) -> dict[s
 
 def _shared(policy: Policy, samples: Sequences, a: argparse.Namespace) -> dict[str, Any]:
     runs = {p: update(policy, p, samples, a.micro_batch, True) for p in ("packed", "shared_prompt")}
-    seconds = in_turns(runs, a.repeat, policy.training.device.torch)
+    seconds = in_turns(runs, a.repeat, policy.training.device.torch, a.clock)
     return {"shared_prompt_speedup": ratio(seconds["packed"], seconds["shared_prompt"]),
             "shared_prompt_seconds": statistics.median(seconds["shared_prompt"])}
 
@@ -226,6 +238,6 @@ def _transformers(policy: Policy, ids: list[list[int]], directory: str, a: argpa
     def ours(packing: str) -> Callable[[], None]:
         return lambda: void(training.forward_backward(batches[packing], lambda batch, log_probs, entropy: (-log_probs.mean(), {})))
 
-    seconds = in_turns({"hf": theirs, "padded": ours("padded"), "packed": ours("packed")}, a.repeat, device)
+    seconds = in_turns({"hf": theirs, "padded": ours("padded"), "packed": ours("packed")}, a.repeat, device, a.clock)
     return {"hf_ratio": ratio(seconds["hf"], seconds["padded"]), "hf_ratio_packed": ratio(seconds["hf"], seconds["packed"]),
             "hf_seconds": statistics.median(seconds["hf"])}

@@ -125,7 +125,8 @@ def head_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: 
 
     hidden: [tokens, hidden_size], the same on all ranks of `group`; its gradient is this rank's part of a sum over them.
     weight: [padded_vocab / tp, hidden_size], this rank's contiguous vocabulary rows in rank order of `group`. Rows at or beyond
-    `vocab_size` are padding and take no part. targets: [tokens] token ids. `chunk_elements` bounds the logits of a chunk, of which `KEPT_CHUNKS` are held.
+    `vocab_size` are padding and take no part. targets: [tokens] token ids. `chunk_elements` bounds the logits of a chunk; `KEPT_CHUNKS` of
+    them are held.
     """
     first = (dist.get_rank(group) if group is not None else 0) * weight.shape[0]
     real = weight[:max(0, vocab_size - first)]
