@@ -247,6 +247,7 @@ def bare_and_ours(directory: str) -> tuple[float, float]:
     return norms[0], norms[1]
 
 
+@pytest.mark.slow
 def test_step_measures_a_real_run_and_leaves_nothing_behind(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     found = figures("step", str(config), "run.seed=9", "--steps", "2")
