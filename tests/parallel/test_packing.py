@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from parallel.config import ParallelConfig
 from parallel.errors import UserError
-from parallel.micro_batch import make_micro_batches
+from parallel.micro_batch import Segment, make_micro_batches
 from parallel.model_config import ModelConfig
+from parallel.packed_rows import make_buckets
 from parallel.packing import Batching, Work, plan_micro_batches
 
 MODEL = ModelConfig("llama", hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=203,
@@ -88,3 +90,30 @@ def test_a_shared_prompt_stands_in_the_row_once_and_unneeded_tokens_not_at_all()
 def test_a_sequence_longer_than_the_budget_is_refused_with_what_would_fit() -> None:
     with pytest.raises(UserError, match="max_tokens_per_micro_batch is 30, but sequence 1 alone has 39 tokens; raise it to at least 40"):
         plan_micro_batches([[1] * 10, [1] * 40], [0, 1], None, 4, Batching("packed", 30), MODEL, ParallelConfig(tp=2, sequence_parallel=True), 1)
+
+
+def test_attention_in_buckets_is_that_of_every_token_over_what_it_sees() -> None:
+    """In float64, against one softmax over the whole row under the mask that segments mean; gradients too, and few calls."""
+    segments = [Segment(0, 40), Segment(40, 35), Segment(75, 3), Segment(78, 5, (0, 40)), Segment(83, 2, (0, 40)),
+                Segment(85, 1, (75, 3)), Segment(86, 4)]
+    tokens = 93  # three of padding
+    owner = torch.tensor([i for i, n in enumerate([*(s.length for s in segments), 3]) for _ in range(n)])
+    sees = (owner[:, None] == owner) & (torch.arange(tokens)[:, None] >= torch.arange(tokens))
+    for i, s in enumerate(segments):
+        sees[owner == i, s.prefix[0]:sum(s.prefix)] = True
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, 2, n, dtype=torch.float64, requires_grad=True) for n in (4, 4, 6))
+    calls = []
+
+    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, before: int) -> torch.Tensor:
+        calls.append(before)
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(before)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    got = make_buckets(segments, tokens, "cpu").attend(q, k, v, core)
+    want = torch.einsum("hts,shd->thd", (torch.einsum("thd,shd->hts", q, k) / 2).masked_fill(~sees, float("-inf")).softmax(-1), v)
+    torch.testing.assert_close(got, want)
+    weights = torch.randn_like(got) * (torch.arange(tokens) < 90)[:, None, None]
+    for a, b in zip(torch.autograd.grad((got * weights).sum(), (q, k, v)), torch.autograd.grad((want * weights).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert sorted(calls) == [0, 0, 3, 40]
