@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcore_rl import memory
 from mcore_rl.algorithms import kl_penalty, loss_counts, loss_weights, training_mask
 from mcore_rl.phases import phase
 from mcore_rl.ppo import explained_variance, gae, token_rewards, value_loss, whiten
@@ -49,6 +50,7 @@ def _training_masks(run: Run, batch: Batch) -> list[Tensor]:
 def update_critic(run: Run, batch: Batch) -> None:
     """Regress the critic on the returns, over the step's mini-batches."""
     c = run.config.critic
+    memory.before_update(run, batch, run.critic)
     masks, order = _training_masks(run, batch), range(len(batch.samples))
     size = -(-len(order) // c.updates_per_step)
     sums, grad_norm, lr = [], 0.0, 0.0

@@ -23,7 +23,8 @@ def before_sync(run: Run, batch: Batch) -> None:
     """The optimizer and the gradients leave, the engine's weights wake; the trainer's weights are needed and stay."""
     if run.config.offloads:
         with _timed(batch):
-            _give_up(run, run.actor, TRAINED)
+            for role in trained_roles(run):
+                _give_up(run, role, TRAINED)
             run.actor.training.memory.restore(["parameters"])
             run.rollout.engine.wake(["weights"])
 
@@ -33,17 +34,18 @@ def after_sync(run: Run, batch: Batch) -> None:
     if run.config.offloads:
         with _timed(batch):
             if run.config.actor.offload == "all":
-                for role in (run.actor, run.reference):
+                for role in (*trained_roles(run), run.reference):
                     _give_up(run, role, ["parameters"])
             run.rollout.engine.wake(["kv_cache"])
 
 
 def after_rollout(run: Run, batch: Batch) -> None:
-    """The engine sleeps, weights and cache: the next sync brings both back. The trainer's weights return."""
+    """The engine sleeps, weights and cache: the next sync brings both back. The weights of actor and critic return."""
     if run.config.offloads:
         with _timed(batch):
             run.rollout.engine.sleep(["kv_cache", "weights"])
-            run.actor.training.memory.restore(["parameters"])
+            for role in trained_roles(run):
+                role.training.memory.restore(["parameters"])
 
 
 def before_reference(run: Run, batch: Batch) -> None:
@@ -59,23 +61,28 @@ def after_reference(run: Run, batch: Batch) -> None:
             _give_up(run, run.reference, ["parameters"])
 
 
-def before_update(run: Run, batch: Batch) -> None:
-    """Everything that training needs is back."""
+def before_update(run: Run, batch: Batch, role: Any) -> None:
+    """Everything that training a role needs is back."""
     if run.config.offloads:
         with _timed(batch):
-            run.actor.training.memory.restore(["parameters", *TRAINED])
+            role.training.memory.restore(["parameters", *TRAINED])
 
 
 @contextlib.contextmanager
 def whole(run: Run, batch: Batch) -> Iterator[None]:
-    """Inside, all of the actor is there, for a checkpoint; the engine stays as it is, so for that time both are held."""
-    memory = run.actor.training.memory
-    away: tuple[Part, ...] = memory.away
+    """Inside, all of actor and critic is there, for a checkpoint; the engine stays as it is, so for that time both sides are held."""
+    away: list[tuple[Part, ...]] = [role.training.memory.away for role in trained_roles(run)]
     with _timed(batch):
-        memory.restore(away)
+        for role, parts in zip(trained_roles(run), away, strict=True):
+            role.training.memory.restore(parts)
     yield
     with _timed(batch):
-        _give_up(run, run.actor, away)
+        for role, parts in zip(trained_roles(run), away, strict=True):
+            _give_up(run, role, parts)
+
+
+def trained_roles(run: Run) -> list[Any]:
+    return [role for role in (run.actor, run.critic) if role is not None]
 
 
 def _give_up(run: Run, role: Any, parts: Any) -> None:
@@ -104,6 +111,8 @@ def watched(run: Run, name: str, batch: Batch) -> Iterator[None]:
 
 def report(run: Run, batch: Batch) -> None:
     """Collective, at the end of a step: every `memory/*` metric is the largest of all ranks."""
-    batch.metrics["memory/actor_optimizer_bytes"] = float(run.actor.training.memory.bytes("optimizer"))
+    for name, role in (("actor", run.actor), ("critic", run.critic)):
+        if role is not None:
+            batch.metrics[f"memory/{name}_optimizer_bytes"] = float(role.training.memory.bytes("optimizer"))
     every = run.exchange.gather({k: v for k, v in batch.metrics.items() if k.startswith("memory/")})
     batch.metrics.update({k: max(values.get(k, 0.0) for values in every) for k in {k for values in every for k in values}})

@@ -96,9 +96,8 @@ class Recorder:
         c = run.config
         started = time.perf_counter()
         self._write_samples(batch)  # before the checkpoint: a resumed run does not come back to this step
-        with publishing(run.directory, batch.step, run.lease) as directory:
-            with whole(run, batch):
-                save_training(directory, run.actor.training)
+        with publishing(run.directory, batch.step, run.lease) as directory, whole(run, batch):
+            save_training(directory, run.actor.training)
             if run.critic is not None:
                 save_training(directory / CRITIC, run.critic.training)
             save_rng(directory, trained_roles(run))

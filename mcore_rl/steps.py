@@ -105,7 +105,7 @@ def advantages(run: Run, batch: Batch) -> None:
 def update(run: Run, batch: Batch) -> None:
     """Clipped policy-gradient updates over the step's mini-batches, with the on-policy checks at the first."""
     c = run.config
-    memory.before_update(run, batch)
+    memory.before_update(run, batch, run.actor)
     count = c.actor.updates_per_step
     order = list(range(len(batch.samples)))
     size = -(-len(order) // count)

@@ -51,7 +51,8 @@ class ActorConfig:
                                       "(allowed with one update per step, where the two are equal)", False)
     offload: Literal["none", "optimizer", "all"] = option(
         "what the actor gives up while the engine generates, and the engine while the actor trains. optimizer: its state, fp32 main parameters and "
-        "gradients; all: weights too, and the reference's; a critic stays. To pinned host memory from a GPU, to a file in run.dir from a CPU", "none")
+        "gradients; all: weights too, and the reference's; a critic does as the actor. To pinned host memory from a GPU, to a "
+        "file in run.dir from a CPU", "none")
     freeze: tuple[str, ...] = option("parameters that are not trained, as patterns on Hugging Face names, such as \"*.embed_tokens.*\"", ())
     recompute: Recompute = option("activations that the backward pass computes again instead of keeping. full: all of a layer; selective: "
                                   "recompute_modules", "none")
