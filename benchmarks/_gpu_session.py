@@ -18,6 +18,8 @@ COPIED = 1 << 30  # bytes
 RESHARD = ("seconds_without_checksums", "gb_per_s_without_checksums", "gb_per_s", "transport", "transport_gb_per_s", "of_transport_without_checksums",
            "copy_gb_per_s", "of_copy_without_checksums", "peak_extra_bytes", "times_faster_than_gather_without_checksums")
 ROLLOUT = ("decode_tokens_per_s", "decode_step_seconds", "bandwidth_gb_per_s", "decode_of_bandwidth", "prefill_tokens_per_s", "prefill_of_gemm")
+TRAIN = ("mfu", "packed_seconds", "useful_tokens_per_s", "packed_speedup", "gemm_gflops")
+STEP = ("step_s", "rollout_s", "log_probs_s", "update_s", "sync_s", "other_s", "update_of_ideal", "response_tokens")
 LARGE = 40e9  # bytes of GPU memory from which on the larger made-up model is generated with
 
 
@@ -40,6 +42,10 @@ QUESTIONS = (
     Question("decoding of 32 samples beside the memory's bandwidth (goal: 0.6), prefill of 32 x 512 tokens beside the products", 1, 120,
              "rollout --limits --model MODEL --batch 32 --prompt-tokens 512 --max-tokens 128 --repeat 2", ROLLOUT),
     Question("decoding of 256 samples, the same", 1, 80, "rollout --limits --model MODEL --batch 256 --prompt-tokens 128 --max-tokens 64", ROLLOUT),
+    Question("training: packed update of a 1B llama in bfloat16, operations beside the products (goal of mfu: 0.45)", 1, 110,
+             "train --model made-up-1b --dtype bfloat16 --only packed --repeat 3", TRAIN),
+    Question("a whole small GRPO step on one GPU, warm-up of its model included in the time it may take", 1, 100,
+             "step configs/demo_cpu.yaml --ranks 1 --steps 3", STEP),
     Question("CUDA IPC and casts, float32 trainer, bfloat16 engine", 1, 80, "reshard --train tp2 --rollout tp1 --procs 2 --train-dtype float32 --no-gather"),
     Question("NCCL point to point between two GPUs, TP2 to TP1", 2, 80, "reshard --train tp2 --rollout tp1 --procs 2 --transport point_to_point --no-gather"),
     Question("CUDA IPC between two GPUs, TP2 to TP1", 2, 60, "reshard --train tp2 --rollout tp1 --procs 2 --transport cuda_ipc --no-gather"),
@@ -85,7 +91,8 @@ def _bench(question: Question) -> Iterator[tuple[str, str]]:
     model = "made-up-8b" if torch.cuda.get_device_properties(0).total_memory >= LARGE else "made-up-05b"
     name, *options = (question.options or "").replace("MODEL", model).split()
     options += ["--repeat", "5"] if name == "reshard" else []
-    command = [sys.executable, "-m", "mcore_rl", "bench", name, "--json", "--device", "cuda", *options]
+    device = ["run.device=cuda"] if name == "step" else ["--device", "cuda"]
+    command = [sys.executable, "-m", "mcore_rl", "bench", name, "--json", *options, *device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=question.limit, env={**os.environ, "OMP_NUM_THREADS": "1"})
     except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What only a GPU machine can show, in at most 8 minutes and one table: device copies, CUDA IPC between two processes on one GPU,
-# NCCL between two GPUs, weight syncs on the device, decoding and prefill beside the device's limits. What the machine lacks is listed as 'not run'.
+# NCCL between two GPUs, weight syncs on the device, decoding, prefill and training beside the
+# device's limits. What the machine lacks is listed as 'not run'.
 #
 #     benchmarks/gpu_session.sh [PYTHON]
 set -u

@@ -47,6 +47,9 @@ GSM8K = ((40, 62), (35, 67), (62, 104), (57, 131), (28, 78), (66, 169), (63, 91)
 GROUPS = ((95, 64),) * 8  # prompt and response; the samples of a group make as many sequences each
 SIZES = dict(model_type="llama", hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=8192, max_position_embeddings=1024, rope_theta=10000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
+SIZES_1B = dict(model_type="llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+                vocab_size=128256, max_position_embeddings=2048, rope_theta=500000.0, rms_norm_eps=1e-5, tie_word_embeddings=True)
+MADE_UP = {None: SIZES, "made-up-1b": SIZES_1B}  # the second: the sizes of Llama 3.2 1B
 Sequences = tuple[list[list[int]], list[list[bool]]]
 
 
@@ -56,9 +59,9 @@ def measure(options: list[str]) -> dict[str, Any] | None:
     if read_environment().world_size > 1:
         raise UserError("bench train measures one rank; start it as a plain process")
     with tempfile.TemporaryDirectory() as work, joined(a.device, a.threads) as world:
-        directory = a.model or _made_up(Path(work))
+        directory = _made_up(Path(work), MADE_UP[a.model]) if a.model in MADE_UP else a.model
         model = ModelConfig.from_directory(directory)
-        dtype = a.dtype or ("float32" if a.model is None else model.dtype)
+        dtype = a.dtype or ("float32" if a.model in MADE_UP else model.dtype)
         policy = make_policy(world, model, ParallelConfig(), dtype, 1, directory, OptimizerConfig(lr=1e-6, distributed=False), "torch")
         figures: dict[str, Any] = {}
         answers = sequences(GSM8K[:a.sequences], 1, model.vocab_size)
@@ -80,7 +83,7 @@ def measure(options: list[str]) -> dict[str, Any] | None:
 
 def _options(options: list[str]) -> argparse.Namespace:
     p = argparse.ArgumentParser("mcore-rl bench train", description="Measure a training update beside its rivals.")
-    p.add_argument("--model", metavar="DIR", help="Hugging Face directory (default: a made-up llama of 5 million parameters)")
+    p.add_argument("--model", metavar="DIR", help="Hugging Face directory, or made-up-1b (default: a made-up llama of 5 million parameters)")
     p.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of weights and computation (default: float32, or the model's)")
     p.add_argument("--repeat", type=int, default=7, metavar="N", help="turns of each comparison (default 7)")
     p.add_argument("--sequences", type=int, default=len(GSM8K), metavar="N", help=f"GSM8K rows of an update (default {len(GSM8K)}, at most that)")
@@ -101,12 +104,12 @@ def _options(options: list[str]) -> argparse.Namespace:
     return a
 
 
-def _made_up(directory: Path) -> str:
-    """A small llama with random weights."""
+def _made_up(directory: Path, sizes: dict[str, Any]) -> str:
+    """A llama with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES), dtype=torch.float32).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=torch.float32).save_pretrained(directory)
     return str(directory)
 
 

@@ -102,7 +102,7 @@ def test_the_gpu_session_says_what_this_machine_lacks() -> None:
     done = subprocess.run(["benchmarks/gpu_session.sh", sys.executable], capture_output=True, text=True, cwd=ROOT, timeout=120,
                           env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("not run: needs") == 8 and "decoding" in done.stdout and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
+    assert done.stdout.count("not run: needs") == 10 and "GRPO step" in done.stdout and "decoding" in done.stdout and "NCCL" in done.stdout and "CUDA IPC" in done.stdout and "device copy" in done.stdout
 
 
 FAKE_VLLM = """
