@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from parallel import log_probs as module
+from parallel.config import ParallelConfig
 from parallel.log_probs import head_log_probs
+from parallel.micro_batch import make_micro_batches
 from tests.worker_pool import run_ranks
 
 
@@ -83,3 +85,20 @@ def test_bfloat16_gradients_of_the_head_are_summed_in_float32() -> None:
         grads[dtype] = w.grad.float()
     off = (grads[torch.bfloat16] - grads[torch.float32]).abs().max() / grads[torch.float32].abs().max()
     assert off < 1e-2, off
+
+
+@pytest.mark.parametrize("packing", ["padded", "packed", "shared_prompt"])
+@pytest.mark.parametrize("sequence", [[1, 2, 3, 0], [1, 2, 3]])
+def test_c07_a_tokens_log_prob_is_made_one_position_before_it(packing: Any, sequence: list[int]) -> None:
+    """What is known of each position is given as a table of probabilities; another sequence stands before and after
+    (../shared/cases: C07)."""
+    table = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]])
+    sequences = [[3, 3, 1, 2, 3], sequence, [1, 2, 2]]
+    masks = [[False] * 2 + [True] * (len(ids) - 2) for ids in sequences]
+    batch, = make_micro_batches(sequences, [range(3)], ParallelConfig(), packing, masks)
+    # the hidden state of a position says which one it is, and the head reads the table there; what a mask leaves out is not predicted
+    hidden = torch.nn.functional.one_hot(batch.positions.clamp(max=3).flatten(), 4).float()
+    made, _ = head_log_probs(hidden[batch.rows], table.log().T.contiguous(), batch.targets, 4)
+    got = batch.split(batch.per_token(made))[1]
+    torch.testing.assert_close(got[1:], torch.tensor([-2.302585, -1.386294])[:len(sequence) - 2], atol=1e-6, rtol=0)
+    assert got[0] == 0, "the prompt's second token"
