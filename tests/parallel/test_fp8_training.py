@@ -250,6 +250,7 @@ def recipes_of_megatron() -> list[tuple[Any, Any, bool]]:
     """In a rank: what Megatron's configuration makes of each recipe's fields."""
     from parallel.device import prepare_megatron
     from parallel.model import transformer_config
+    from parallel.options import TrainingOptions
 
     prepare_megatron(Device("cpu", "gloo"))
     from unittest import mock
@@ -257,7 +258,7 @@ def recipes_of_megatron() -> list[tuple[Any, Any, bool]]:
     out = []
     with mock.patch("parallel.model.rotary_scale", lambda model: 2.0):  # no fused rotary embedding, which needs Transformer Engine
         for recipe in RECIPES:
-            config = transformer_config(LLAMA, ParallelConfig(), torch.bfloat16, "te", recipe)
+            config = transformer_config(LLAMA, ParallelConfig(), torch.bfloat16, "te", TrainingOptions(fp8=recipe))
             out.append((config.fp8, str(config.fp8_recipe), config.fp8_param))
     return out
 

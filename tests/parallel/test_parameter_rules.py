@@ -16,7 +16,8 @@ from tests.models import FAMILY_TINY, write_model
 from tests.parallel.test_models import SEQUENCES, gathered, open_model
 from tests.worker_pool import run_ranks
 
-OPTIMIZER: dict[str, Any] = dict(lr=2e-3, beta1=0.8, beta2=0.9, eps=1e-4, weight_decay=0.5, clip_grad=0.5)
+# eps: at 1e-4 the first updates of elements with hardly a gradient are rounding noise divided by little
+OPTIMIZER: dict[str, Any] = dict(lr=2e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.5, clip_grad=0.5)
 LOWER = ("model.embed_tokens.*", "*.layers.[01].*")
 
 
@@ -45,7 +46,7 @@ def reference(directory: str, frozen: tuple[str, ...], flat: tuple[str, ...]) ->
     trained = {n: p for n, p in model.named_parameters() if not any(fnmatchcase(n, f) for f in frozen)}
     groups = [{"params": [p for n, p in trained.items() if any(fnmatchcase(n, f) for f in flat) == without], "weight_decay": 0.0 if without else 0.5}
               for without in (False, True)]
-    adam, total = torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.9), eps=1e-4), sum(len(s) - 1 for s in SEQUENCES)
+    adam, total = torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.9), eps=1e-3), sum(len(s) - 1 for s in SEQUENCES)
     for _ in range(3):
         model.zero_grad()
         for s in SEQUENCES:
