@@ -79,7 +79,9 @@ def test_an_interrupt_leaves_nothing(source: Path, tmp_path: Path) -> None:
     """Ctrl-C and SIGTERM, in the middle of writing."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     running = {stop: subprocess.Popen([sys.executable, "-c", _SLOW, "convert", f"hf:{source}", f"mcore:{tmp_path}/{stop.name}"], cwd=ROOT, env=env,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for stop in (signal.SIGINT, signal.SIGTERM)}
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                      preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a suite in the background inherits it ignored
+               for stop in (signal.SIGINT, signal.SIGTERM)}
     for process in running.values():
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
     assert sorted(os.listdir(tmp_path)) == [".tmp-SIGINT-0", ".tmp-SIGTERM-0"]

@@ -47,8 +47,9 @@ def test_roles_in_layouts_of_their_own_train_as_on_one_rank(tmp_path: Path) -> N
     for i, (world, overrides) in enumerate(ROLES):
         got, other = run_ranks(world, run_training, config, [f"run.dir={tmp_path}/{i}", *replay, *overrides], with_weights=True)[0]
         for a, b in zip(got, want, strict=True):
-            for key in SAME:
-                assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), (overrides, a["step"], key)
+            for key in SAME:  # the explained variance is a ratio far from 0 here: it is as near as the weights are
+                rel = 1e-4 if key == "critic/explained_variance" else 0
+                assert a[key] == pytest.approx(b[key], rel=rel, abs=1e-5), (overrides, a["step"], key)
             for role in ("actor", "critic"):
                 assert a[f"{role}/grad_norm"] == pytest.approx(b[f"{role}/grad_norm"], rel=2e-4), (overrides, a["step"], role)
         for name, value in weights.items():
