@@ -15,6 +15,7 @@ from tests.e2e.processes import ROOT, Launched, wait_for
 from tests.runs import read_metrics, values, write_run
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_critic_is_the_uninterrupted_one(tmp_path: Path) -> None:
     config = str(write_run(
         tmp_path, run={"steps": 4}, actor={"parallel": {"tp": 2}}, rollout={"tp": 2}, checkpoint={"every": 1},

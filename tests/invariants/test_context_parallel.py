@@ -32,7 +32,7 @@ def model(directory: Path, family: str) -> str:
     return str(write_model(directory / "m", family, initializer_range=0.3, num_hidden_layers=4 if family == "qwen2" else 2))
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) if f == "gpt_oss" else f for f in CASES])
 def test_training_is_the_same_over_context_parallel_ranks(family: str, tmp_path: Path) -> None:
     directory = model(tmp_path, family)
     want = run_ranks(1, train, directory, {}, PADDED, 3)[0]

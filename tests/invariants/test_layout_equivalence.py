@@ -24,7 +24,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+@pytest.mark.parametrize("aggregation", ["token-mean", pytest.param("sequence-mean", marks=pytest.mark.slow)])
 def test_replayed_rollouts_train_the_same_under_every_layout(tmp_path: Any, aggregation: str) -> None:
     config = str(write_run(tmp_path, algorithm={"loss_aggregation": aggregation, "kl_coefficient": 0.05, "entropy_coefficient": 0.01}))
     # a run that only stores rollouts takes no optimizer step, so a warm-up longer than it does no harm

@@ -19,7 +19,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 PPO = {"algorithm": {"name": "ppo", "kl_coefficient": 0.1, "kl_in": "reward"}, "critic": {"warmup_steps": 1, "micro_batch_size": 4}}
 
 
-@pytest.mark.parametrize(("family", "world", "parallel", "more"), [("qwen2", 1, {}, PPO), ("qwen3_moe", 2, dict(ep=2), {})])
+@pytest.mark.parametrize(("family", "world", "parallel", "more"), [("qwen2", 1, {}, PPO), pytest.param("qwen3_moe", 2, dict(ep=2), {}, marks=pytest.mark.slow)])
 def test_the_trajectory_does_not_depend_on_who_holds_memory(tmp_path: Path, family: str, world: int, parallel: dict[str, Any],
                                                             more: dict[str, Any]) -> None:
     """Every metric and every weight, bit by bit, with checkpoints, evaluations and a reference; and a resume from the middle."""

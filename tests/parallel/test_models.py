@@ -156,7 +156,7 @@ CUTS = [(1, {}, 3, {}), (2, dict(tp=2), 4, {}), (2, dict(tp=2, sequence_parallel
         (4, dict(tp=2, pp=2), 1, dict(distributed=False)), (2, dict(cp=2), 3, {}), (4, dict(tp=2, cp=2), 3, {}), (4, dict(pp=2, cp=2), 2, {})]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_is_the_same_however_it_is_cut(tmp_path: Any, tied: bool) -> None:
     """Loss, gradient norm, every gradient and every weight, at a large initial std where faults show.
 
