@@ -195,3 +195,20 @@ def test_the_actors_schedule_counts_the_steps_after_the_critics_warm_up(tmp_path
     again = tmp_path / "again.yaml"
     again.write_text(ppo.to_yaml())
     assert load_config(again) == ppo and "critic" not in load_config(write(tmp_path, BASE)).to_dict()
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["actor.freeze=['*.layers.0.*']"], "actor.freeze matches model.layers.0."),
+    (["actor.freeze=['*norm*']", "actor.parallel.pp=2", "actor.optimizer.distributed=false"], "set actor.optimizer.distributed=true")])
+def test_frozen_parameters_that_checkpoints_cannot_hold_are_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    from mcore_rl.run import check_frozen
+    from parallel.model_config import ModelConfig
+    from tests.runs import write_run
+
+    path = write_run(tmp_path)
+    model = ModelConfig.from_directory(tmp_path / "model")
+    with pytest.raises(UserError) as refusal:
+        check_frozen(load_config(path, [*overrides, "checkpoint.every=1"]), model)
+    assert words in str(refusal.value)
+    check_frozen(load_config(path, [*overrides, "checkpoint.every=0"]), model)
+    check_frozen(load_config(path, ["actor.freeze=['*norm*']", "checkpoint.every=1"]), model)
