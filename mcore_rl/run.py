@@ -200,7 +200,7 @@ def load_weights(training: TrainingModel, directory: str | Path, world: World) -
 def make_rollout(world: World, model: ModelConfig, config: Config) -> Rollout:
     """The engines of a run, without weights yet."""
     dtype = torch_dtype(config.rollout.dtype or config.model.dtype)
-    options = {} if config.rollout.driver is not None else {"fp8_rows": config.fp8_rows}
+    options = {} if config.rollout.driver is not None else {"fp8_rows": config.fp8_rows, "report_experts": config.actor.moe.replay_experts}
     return Rollout(model, dtype, config.rollout.tp, config.rollout.max_batch_size, world.device, world.exchange, world.rank, world.size,
                    driver=config.rollout.driver, temperature=config.rollout.temperature, moe_ep=config.rollout.moe_ep, fp8=config.rollout.fp8, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ def generate(run: Run, batch: Batch) -> None:
         seed = run.config.run.seed
         requests = [Request(g, run.rows[row].prompt_ids, run.sampling(), c.samples_per_prompt, (seed, batch.step, g))
                     for g, row in enumerate(batch.rows)]
-        batch.samples = [make_sample(run, done, batch.rows[done.request_id]) for done in run.rollout.generate(requests)]
+        completions = run.rollout.generate(requests)
+        batch.samples = [make_sample(run, done, batch.rows[done.request_id]) for done in completions]
+        if run.config.actor.moe.replay_experts:
+            batch.put("experts", [done.experts for done in completions])
         batch.metrics |= run.rollout.metrics()
         memory.after_rollout(run, batch)
     lengths = [s.response_length for s in batch.samples]
@@ -65,11 +69,16 @@ def old_log_probs(run: Run, batch: Batch) -> None:
     """The trainer's log-probs of the sampled tokens, in a pass of their own, compared with the engine's."""
     c = run.config
     ids, masks = [s.token_ids for s in batch.samples], [s.mask for s in batch.samples]
-    log_probs, _ = run.actor.log_probs(ids, c.actor.log_prob_micro_batch_size, c.rollout.temperature, masks)
+    log_probs, _ = run.actor.log_probs(ids, c.actor.log_prob_micro_batch_size, c.rollout.temperature, masks, _choices(batch))
     batch.put("old_log_probs", log_probs)
     _gap(batch)
     if c.rollout.replay is None:  # stored samples come from other weights
         check_on_policy(run, batch, "actor/log_prob_gap_max")
+
+
+def _choices(batch: Batch) -> Sequence[Tensor] | None:
+    """The engine's choice of experts, which the actor's routers repeat; None: they choose themselves."""
+    return batch.columns.get("experts")
 
 
 def _gap(batch: Batch) -> None:
@@ -161,7 +170,8 @@ def _update_once(run: Run, batch: Batch, chosen: list[int]) -> tuple[list[Tensor
         return total, report.detach()
 
     wanted = [masks[i].tolist() if i in masks else [] for i in range(len(samples))]
-    return run.actor.update([s.token_ids for s in samples], chosen, run.config.actor.micro_batch_size, run.config.rollout.temperature, loss, wanted)
+    return run.actor.update([s.token_ids for s in samples], chosen, run.config.actor.micro_batch_size, run.config.rollout.temperature, loss, wanted,
+                            _choices(batch))
 
 
 @phase("time/sync_s", reads=())

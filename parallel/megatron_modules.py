@@ -18,7 +18,7 @@ from parallel.balancing import Load, Tokens
 from parallel.context_parallel import as_megatron_cuts
 from parallel.errors import UserError
 from parallel.micro_batch import MicroBatch, Segment
-from parallel.model_config import MoE
+from parallel.model_config import ModelConfig, MoE
 from parallel.options import MoEOptions
 from parallel.packed_rows import Buckets, make_buckets
 from parallel.packing import SHARED_NEEDS_TORCH
@@ -29,22 +29,27 @@ class Router(TopKRouter):
     """Megatron's router with `choose_experts` and the balancing of `parallel.balancing`.
 
     The correction bias is Megatron's fp32 buffer `expert_bias`: no gradient and no weight decay reach it, and Megatron's own update
-    has a rate of 0 (see `transformer_config`). `tokens` is what the layer's packed row said last (`watch_rows`).
+    has a rate of 0 (see `transformer_config`). `tokens` is what the layer's packed row said last (`watch_rows`), `place` which
+    of the model's layers with experts it is in.
     """
 
     def __init__(self, moe: MoE, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.moe, self.load, self.balancing = moe, Load(), MoEOptions()
         self.tokens: Tokens | None = None
+        self.place = 0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [tokens, sequences, experts] -> weights (0 where not chosen) and choice, both [tokens * sequences, experts]."""
         logits = logits.reshape(-1, self.moe.num_experts)
-        weights, indices = choose_experts(logits, self.moe, self.expert_bias)
+        replay = None if self.tokens is None else self.tokens.replay(self.place, len(logits), self.tp_group)
+        weights, indices = choose_experts(logits, self.moe, self.expert_bias, replay)
         chosen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter(1, indices, True)
         spread = torch.zeros(logits.shape, dtype=weights.dtype, device=logits.device).scatter(1, indices, weights)
         # a checkpointed layer counts in its second pass, which has gradients, only
         if self.tokens is not None and torch.is_grad_enabled() and self.training:
+            if replay is not None:
+                self.load.compare(replay, choose_experts(logits.detach(), self.moe, self.expert_bias)[1])
             scores = probabilities(logits, self.moe)
             shares = scores / scores.sum(-1, keepdim=True) if self.moe.score == "sigmoid" else scores
             loss = self.load.add(self, self.tokens, shares, chosen, self.balancing)
@@ -53,7 +58,7 @@ class Router(TopKRouter):
         return spread, chosen
 
 
-def watch_rows(module: Any, options: MoEOptions) -> None:
+def watch_rows(module: Any, model: ModelConfig, options: MoEOptions) -> None:
     """Let the routers of a GPTModel know which tokens they see: a layer's row says so, also when the backward pass computes it again."""
 
     def tell(layer: Any, _: Any, named: dict[str, Any]) -> None:
@@ -62,6 +67,7 @@ def watch_rows(module: Any, options: MoEOptions) -> None:
     for layer in module.decoder.layers:
         if hasattr(layer.mlp, "router"):
             layer.mlp.router.balancing = options
+            layer.mlp.router.place = sorted(model.moe_layers).index(layer.layer_number - 1)
             layer.register_forward_pre_hook(tell, with_kwargs=True)
 
 

@@ -22,6 +22,9 @@ class MoEOptions:
         "whose gradients depend on the split by nature; bias: the router's correction bias moves after every update, without a loss")})
     aux_loss_coefficient: float = field(default=1e-3, metadata={"help": "weight of the loss (for seq_aux_loss and aux_loss)"})
     bias_update_rate: float = field(default=1e-3, metadata={"help": "how far the correction bias moves in an update (for bias)"})
+    replay_experts: bool = field(default=False, metadata={"help": (
+        "train with the experts that the engine chose for each token (router replay, arXiv 2510.11370), so that rounding cannot send a token to "
+        "other experts than the ones it was sampled with; needs the embedded engine")})
 
     def __post_init__(self) -> None:
         if self.balancing not in get_args(Balancing):
@@ -58,6 +61,10 @@ class TrainingOptions:
             raise UserError(f"{role}.recompute_modules names moe, but {model.family} has no experts; choose core_attn or mlp")
         if self.recompute == "selective" and "mlp" in self.recompute_modules and len(model.moe_layers) == model.num_layers:
             raise UserError(f"{role}.recompute_modules names mlp, but every layer of the model has experts; choose moe")
+        if self.moe.replay_experts and model.moe is None:
+            raise UserError(f"{role}.moe.replay_experts is true, but {model.family} has no experts; set it to false")
+        if self.moe.replay_experts and packing == "padded":
+            raise UserError(f"{role}.moe.replay_experts is true, but {role}.packing is padded, whose rows it does not know; set packing: packed")
         if self.moe.balancing == "none":
             return
         where = f"{role}.moe.balancing is {self.moe.balancing}"

@@ -11,7 +11,8 @@ from parallel.model_config import MoE
 def choose_experts(logits: Tensor, moe: MoE, correction_bias: Tensor | None = None, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of every token and their weights: logits [tokens, experts] -> (weights in fp32, indices), both [tokens, top_k].
 
-    `replay` [tokens, top_k] is a choice that was made before, such as the engine's: it is kept, and only weighed anew.
+    `replay` [tokens, top_k] is a choice that was made before, such as the engine's: it is kept, and only weighed anew. Tokens with -1 there
+    choose for themselves.
 
     Sources: the routers in transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_qwen3_moe`, `modeling_gpt_oss`
     (a softmax over the chosen logits is the normalised choice of a softmax over all). A softmax router ranks a group of experts by
@@ -19,12 +20,13 @@ def choose_experts(logits: Tensor, moe: MoE, correction_bias: Tensor | None = No
     best top_k // top_groups instead, which is another choice for most sizes.
     """
     scores = probabilities(logits, moe)
-    if replay is None:
-        replay = _choice(scores, moe, correction_bias)
-    weights = scores.gather(1, replay)
+    indices = _choice(scores, moe, correction_bias)
+    if replay is not None:
+        indices = torch.where(replay >= 0, replay.to(indices.dtype), indices)
+    weights = scores.gather(1, indices)
     if moe.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * moe.scaling, replay
+    return weights * moe.scaling, indices
 
 
 def probabilities(logits: Tensor, moe: MoE) -> Tensor:

@@ -77,7 +77,7 @@ class TrainingModel:
 
     def __post_init__(self) -> None:
         self.memory = Offload(self)
-        self.load: dict[int, tuple[Tensor, float]] = {}  # of the last update: see `parallel.balancing.settle`
+        self.load: dict[int, balancing.LayerLoad] = {}  # of the last update: see `parallel.balancing.settle`
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -223,7 +223,7 @@ def build(model: ModelConfig, parallel: ParallelConfig, dtype: str, device: Devi
             module.to(device.torch)
             if module.post_process and model.head == "lm":
                 return_hidden_states(module)
-            watch_rows(module, options.moe)
+            watch_rows(module, model, options.moe)
         built = TrainingModel(model, parallel, torch_dtype(dtype), device, groups, config, modules, list(modules),
                               parallel.coordinates(rank, world_size), implementation, options=options)
         if optimizer is None:

@@ -136,7 +136,9 @@ class Completion:
     each token. `finish_reason` is "stop", "length" or "abort"; `stop_reason` the stop id or string that was met.
 
     On request: `top_log_probs` [tokens], at each position the (id, raw log-prob) of the most likely tokens, best first; and
-    `prompt_log_probs` [prompt tokens - 1], raw, from the second token on.
+    `prompt_log_probs` [prompt tokens - 1], raw, from the second token on. `experts` [tokens, layers with experts, top_k] int16, of an
+    engine that reports them: the choice of every token it computed, prompt first; those at the end that it did not (the last one,
+    which nothing follows) are left out.
     """
 
     request_id: int
@@ -150,6 +152,7 @@ class Completion:
     sampled_log_probs: tuple[float, ...] = ()
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
+    experts: torch.Tensor | None = field(default=None, compare=False)
     timing: Timing = field(default=Timing(), compare=False)
 
 

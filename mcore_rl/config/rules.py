@@ -143,6 +143,8 @@ def inapplicable(c: Config) -> list[tuple[str, str]]:
         (c.actor.recompute != "selective", ["actor.recompute_modules"], "actor.recompute is not selective"),
         (not c.actor.moe.loss, ["actor.moe.aux_loss_coefficient"], "actor.moe.balancing is no auxiliary loss"),
         (c.actor.moe.balancing != "bias", ["actor.moe.bias_update_rate"], "actor.moe.balancing is not bias"),
+        (c.kind != "train" or c.rollout.engine != "embedded" or c.rollout.replay is not None, ["actor.moe.replay_experts"],
+         "it repeats the choices of the embedded engine in this run: only mcore-rl train with rollout.engine: embedded and without rollout.replay has them"),
         (c.algorithm.name == "grpo", ["critic", "algorithm.gamma", "algorithm.lam", "algorithm.kl_in"],
          "algorithm.name is grpo, which has no critic; set algorithm.name: ppo or remove the key"),
         (c.critic.max_tokens_per_micro_batch is not None, ["critic.micro_batch_size", "critic.value_micro_batch_size"],

@@ -111,7 +111,7 @@ def fault_of(name: str) -> Any:
     from megatron.core.tensor_parallel import RowParallelLinear
     from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
-    def megatrons_groups(logits: torch.Tensor, moe: Any, bias: Any = None) -> Any:
+    def megatrons_groups(logits: torch.Tensor, moe: Any, bias: Any = None, replay: Any = None) -> Any:
         scores = logits.softmax(-1)
         _, indices = group_limited_topk(scores, moe.top_k, len(scores), moe.num_experts, moe.groups, moe.top_groups)
         return scores.gather(1, indices) * moe.scaling, indices
@@ -133,6 +133,6 @@ def fault_of(name: str) -> Any:
         "expert biases summed over tp": lambda: mock.patch.object(megatron_modules.BiasedRowLinear, "__init__", RowParallelLinear.__init__),
         "window one too long": lambda: changed(lambda core: setattr(core, "window", core.window and core.window + 1)),
         "sinks left out": lambda: changed(lambda core: core.register_forward_pre_hook(no_sinks)),
-        "no correction bias": lambda: mock.patch.object(megatron_modules, "choose_experts", lambda logits, moe, bias=None: choose_experts(logits, moe)),
+        "no correction bias": lambda: mock.patch.object(megatron_modules, "choose_experts", lambda logits, moe, bias=None, replay=None: choose_experts(logits, moe)),
         "Megatron's choice of groups": lambda: mock.patch.object(megatron_modules, "choose_experts", megatrons_groups),
     }[name]()

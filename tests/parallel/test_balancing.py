@@ -31,7 +31,7 @@ def update(directory: str, parallel: dict[str, Any], size: int, options: Trainin
     policy.update(SEQUENCES, range(8), size, 1.0, lambda i, lp, h: (-lp[1:].sum() / total, lp.sum().detach()))
     several = len(training.modules) > 1
     grads = {**training.tensors, **{(f"chunk{i}." if several else "") + n: p.main_grad for i, m in enumerate(training.modules) for n, p in m.named_parameters()}}
-    return gathered(training, grads), gathered(training, training.tensors), policy.load(), {k: v[0] for k, v in training.load.items()}
+    return gathered(training, grads), gathered(training, training.tensors), policy.load(), {k: v.counts for k, v in training.load.items()}
 
 
 def reference(directory: str) -> tuple[dict[str, torch.Tensor], float, list[torch.Tensor]]:

@@ -93,6 +93,10 @@ class StepAttention:
             out[start:written] = self._decode(layer, q[start:written])
         return out
 
+    def note_experts(self, layer: int, chosen: torch.Tensor) -> None:
+        """Keep the experts `chosen` [rows, top_k] by the model's `layer`-th layer that has any, beside its keys."""
+        self._cache.write_choice(layer, self._blocks, self._offsets, chosen[:self._prompt_rows + self._decoded])
+
     def _prompt(self, layer: int, part: PromptPart, ids: torch.Tensor, q: torch.Tensor, out: torch.Tensor, row: int) -> int:
         """Tiles of one block of queries, over all of the prompt up to each. Returns the row after the part."""
         h, dtype, size = self._heads[layer], self._cache.dtype, self._cache.block_size

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from parallel.model_config import ModelConfig
 from trtllm_rollout.embedded.attention_blocks import GroupedQuery, Latent, attention_block
-from trtllm_rollout.embedded.experts import Experts, SwiGLU, feed_forward
+from trtllm_rollout.embedded.experts import Experts, Note, SwiGLU, feed_forward
 from trtllm_rollout.embedded.linear import MIN_ROWS, LayerTensors, Linear, linear, rms_norm
 from trtllm_rollout.embedded.rotary import rotary_tables
 
@@ -65,14 +65,14 @@ class Decoder:
         self.heads = tuple(layer.attention.heads for layer in self._layers)
         self._cos, self._sin = rotary_tables(model, max_tokens, self._embedding.dtype, self._embedding.device)
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Final hidden states [rows, hidden] of token `ids` [rows] at `positions` [rows]; `attention` owns the cache."""
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention, note: Note | None = None) -> torch.Tensor:
+        """Final hidden states [rows, hidden] of token `ids` [rows] at `positions` [rows]; `attention` owns the cache; `note`: see `Experts`."""
         reduce, eps = self._parallel.reduce, self._model.rms_norm_eps
         x = self._embed(ids)
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
         for index, layer in enumerate(self._layers):
             x += reduce(layer.attention(rms_norm(x, layer.input_norm, eps), cos, sin, partial(attention, index)))
-            x += reduce(layer.mlp(rms_norm(x, layer.post_norm, eps)))
+            x += reduce(layer.mlp(rms_norm(x, layer.post_norm, eps), note))
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -40,14 +40,14 @@ class EmbeddedEngine:
     largest batch needs, or a share of the free memory), and beginnings of prompts between requests if `enable_prefix_cache`.
     `detokenize` turns token ids into text, for stop strings. Whole experts are dealt over `moe_ep` of the ranks, and cut over the tp / moe_ep
     others. `fp8` holds matrices as FP8 codes with a scale for every 128 x 128 block (`resharding.layouts.fp8`), and computes in `dtype`; `fp8_rows`
-    rounds the rows that are multiplied with them too, as TensorRT-LLM does (of latent attention all but those of the absorbed kv_b_proj).
+    rounds the rows that are multiplied with them too, as TensorRT-LLM does (of latent attention all but those of the absorbed kv_b_proj). `report_experts`: completions tell which experts their tokens went to.
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, tp_group: dist.ProcessGroup | None = None, tp: int = 1,
                  tp_rank: int = 0, rank: int = 0, max_batch_size: int = 256, max_seq_len: int | None = None,
                  device: str | torch.device = "cpu", max_num_tokens: int | None = None, kv_cache_bytes: int | None = None,
                  block_size: int = 32, enable_prefix_cache: bool = True, detokenize: Callable[[Sequence[int]], str] | None = None,
-                 moe_ep: int = 1, fp8: bool = False, fp8_rows: bool = False) -> None:
+                 moe_ep: int = 1, fp8: bool = False, fp8_rows: bool = False, report_experts: bool = False) -> None:
         ranks = [rank] if tp_group is None else dist.get_process_group_ranks(tp_group)
         if len(ranks) != tp or ranks[tp_rank] != rank:
             raise ValueError(f"engine: rank {rank} as tp rank {tp_rank} of {tp} does not match the ranks {ranks} of its group")
@@ -62,8 +62,10 @@ class EmbeddedEngine:
         device = torch.device(device)
         self._weights = {t.name: torch.zeros(t.shape, dtype=t.dtype, device=device) for t in self._layouts[tp_rank].tensors}
         decoder = Decoder(model, self._weights, self._parallel, limits.max_seq_len, fp8 and fp8_rows)
-        blocks = min(self._gather(block_count(decoder.heads, block_size, dtype, device, kv_cache_bytes, max_batch_size, limits.max_seq_len)))
-        self._cache = KVCache(decoder.heads, blocks, block_size, dtype, device)
+        choices = (len(model.moe_layers), model.moe.top_k) if report_experts and model.moe else None
+        blocks = min(self._gather(block_count(decoder.heads, block_size, dtype, device, kv_cache_bytes, max_batch_size, limits.max_seq_len,
+                                              choices)))
+        self._cache = KVCache(decoder.heads, blocks, block_size, dtype, device, choices)
         self._pool = BlockPool(blocks, block_size, enable_prefix_cache)
         scheduler = Scheduler(self._pool, max_batch_size, limits.max_num_tokens)
         self._work = Generation(decoder, self._cache, scheduler, self._parallel, model.vocab_size, device, detokenize)

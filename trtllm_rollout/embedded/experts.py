@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from parallel.model_config import ModelConfig, MoE
 from parallel.routing import choose_experts
 from trtllm_rollout.embedded.linear import LayerTensors, Linear, linear, silu
 
+Note = Callable[[int, torch.Tensor], None]  # (which of the layers with experts, the choice [rows, top_k])
 GATE_ALPHA = 1.702  # gpt_oss; families refuse another
 
 
@@ -20,7 +22,7 @@ class SwiGLU:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, note: Note | None = None) -> torch.Tensor:
         """x [rows, hidden] -> [rows, hidden]."""
         gate, up = linear(x, self.gate_up).chunk(2, dim=-1)
         return linear(silu(gate).mul_(up), self.down)
@@ -30,10 +32,11 @@ class SwiGLU:
 class Experts:
     """Experts [first, first + local) of the model, as far as this rank holds them; router and gate are whole on every rank.
 
-    `up_gate` [local, up rows above gate rows, hidden] and `down` [local, hidden, ffn] are stacked. `limit`: the clamp of gpt_oss.
+    They are the model's `layer`-th layer with experts. `up_gate` [local, up rows above gate rows, hidden] and `down` [local, hidden, ffn] are stacked. `limit`: the clamp of gpt_oss.
     """
 
     moe: MoE
+    layer: int
     first: int
     router: torch.Tensor
     router_bias: torch.Tensor | None
@@ -44,9 +47,9 @@ class Experts:
     shared: SwiGLU | None
     shared_gate: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden] -> [rows, hidden]."""
-        out = self._routed(x)
+    def __call__(self, x: torch.Tensor, note: Note | None = None) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden]. `note` is told of the experts that were chosen."""
+        out = self._routed(x, note)
         if self.shared is None:
             return out
         shared = self.shared(x)
@@ -54,13 +57,15 @@ class Experts:
             shared *= (x.float() * self.shared_gate.float()).sum(-1, keepdim=True).double().sigmoid().to(x.dtype)
         return out.add_(shared)
 
-    def _routed(self, x: torch.Tensor) -> torch.Tensor:
+    def _routed(self, x: torch.Tensor, note: Note | None) -> torch.Tensor:
         """Rows are sorted by expert, each expert that is used multiplies its own, and every row adds up its results in its own order.
 
         Routers compute in fp32 whatever the model's type, as the trainer's do.
         """
         bias = None if self.router_bias is None else self.router_bias.float()
         weights, indices = choose_experts(linear(x.float(), Linear(self.router.float(), bias=bias)), self.moe, self.correction_bias)
+        if note is not None:
+            note(self.layer, indices)
         local = len(self.up_gate.weight)
         mine = (indices - self.first).flatten()
         mine = torch.where((mine >= 0) & (mine < local), mine, local)  # other ranks' experts go to the end
@@ -88,7 +93,7 @@ def feed_forward(model: ModelConfig, layer: LayerTensors, index: int, tp_rank: i
     router = layer.first(f"{block}.gate.weight", f"{block}.router.weight").removesuffix(".weight")
     shared = [f"{block}.{name}" for name in ("shared_experts", "shared_expert") if f"{block}.{name}.down_proj.weight" in layer]
     return Experts(
-        model.moe, tp_rank % moe_ep * (model.moe.num_experts // moe_ep), layer[router + ".weight"], layer.get(router + ".bias"),
+        model.moe, sorted(model.moe_layers).index(index), tp_rank % moe_ep * (model.moe.num_experts // moe_ep), layer[router + ".weight"], layer.get(router + ".bias"),
         layer.get(router + ".e_score_correction_bias"), layer.linear(f"{block}.experts.w3_w1", "_"),
         layer.linear(f"{block}.experts.w2", "_", bias=tp_rank // moe_ep == 0),  # whole on every rank that cuts the expert: added by one
         model.swiglu_limit, _swiglu(layer, shared[0]) if shared else None, layer.get(f"{block}.shared_expert_gate.weight"))

@@ -144,7 +144,7 @@ class Generation:
         prompts = [PromptPart(c.start, c.stop, c.group.blocks[:-(-c.stop // self._cache.block_size)]) for c in plan.chunks]
         attention = StepAttention(self._cache, self._decoder.heads, self._backends, prompts, rows, padding, self._device)
         return self._decoder.hidden(torch.tensor(ids + padding * [0], device=self._device),
-                                    torch.tensor(positions + padding * [0], device=self._device), attention)
+                                    torch.tensor(positions + padding * [0], device=self._device), attention, attention.note_experts)
 
     def _keep_prompts(self, plan: Plan, hidden: torch.Tensor, now: float) -> None:
         """What samples begin from, and the prompts' own log-probs where they are asked for."""
@@ -208,11 +208,20 @@ class Generation:
         row, count, s, group = self._rows.pop(sample), sample.tokens, self._sequences, sample.group
         log_probs, raw, as_drawn = (tuple(column.tolist()) for column in s.log_probs[row, :count].T)
         completion = Completion(group.request.request_id, sample.index, tuple(s.tokens[row, :count].tolist()), log_probs, (version,) * count, reason,
-                                stop_reason, raw, as_drawn, tuple(s.top[row]), tuple(self._prompt_log_probs.get(group, ())), self._timing(sample))
+                                stop_reason, raw, as_drawn, tuple(s.top[row]), tuple(self._prompt_log_probs.get(group, ())), self._choices(sample), self._timing(sample))
         s.give_back(row)
         self._scheduler.finish(sample)
         self.counts["completions"] += 1
         return completion
+
+    def _choices(self, sample: Sample) -> torch.Tensor | None:
+        """The experts of all computed tokens, prompt first; none of a sample that was put back."""
+        if self._cache.experts is None:
+            return None
+        if not sample.cached and sample.tokens > 1:
+            return self._cache.choices([], 0)
+        prompt = self._cache.choices(sample.group.blocks, sample.group.computed)
+        return torch.cat([prompt, self._cache.choices(sample.blocks, sample.cached)])
 
     def _timing(self, sample: Sample) -> Timing:
         submitted, now = self._submitted[sample.group], time.perf_counter()
