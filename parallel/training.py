@@ -36,7 +36,9 @@ class OptimizerConfig:
 
     `schedule` is constant, linear or cosine: from `lr` after `warmup_steps` down to `min_lr` at `decay_steps`. `distributed`
     cuts the optimizer state over data-parallel ranks. Parameters whose canonical names match `no_weight_decay` do not decay; those that
-    match `freeze` are not trained.
+    match `freeze` are not trained. `overlap_grad_reduce` reduces gradients over data-parallel ranks while the last backward pass still
+    computes, in buckets of `bucket_size` parameters (None: Megatron's size). Megatron's overlapped gathering of parameters is not offered:
+    the sync to the engines reads them right after the update.
     """
 
     lr: float = 1e-6
@@ -52,6 +54,8 @@ class OptimizerConfig:
     distributed: bool = True
     no_weight_decay: tuple[str, ...] = NO_WEIGHT_DECAY
     freeze: tuple[str, ...] = ()
+    overlap_grad_reduce: bool = False
+    bucket_size: int | None = None
 
 
 @dataclass(eq=False)
@@ -247,8 +251,13 @@ def _make_trainable(built: TrainingModel, options: OptimizerConfig, rank: int, w
             name_cuda_types(module.parameters())
     freeze(built, options.freeze, rank, world_size)
     without_decay = overrides(built, options.no_weight_decay, rank, world_size)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=options.distributed, grad_reduce_in_fp32=bf16)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=options.distributed, grad_reduce_in_fp32=bf16, bucket_size=options.bucket_size,
+        overlap_grad_reduce=options.overlap_grad_reduce)
     built.chunks = [DistributedDataParallel(built.config, ddp, module) for module in built.modules]
+    if options.overlap_grad_reduce:  # gradients are whole after the last micro-batch
+        pauses = [chunk.no_sync for chunk in built.chunks]
+        built.config.no_sync_func = pauses if len(pauses) > 1 else pauses[0]
     built.config.finalize_model_grads_func = _finalize_gradients
     built.optimizer = get_megatron_optimizer(MegatronOptimizerConfig(
         optimizer="adam", lr=options.lr, min_lr=options.min_lr, adam_beta1=options.beta1, adam_beta2=options.beta2,

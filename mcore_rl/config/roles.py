@@ -7,6 +7,7 @@ from typing import Literal
 
 from mcore_rl.config.fields import check_ranges, option
 from parallel.config import ParallelConfig
+from parallel.errors import UserError
 from parallel.options import MoEOptions, Recompute, RecomputeModule
 from parallel.parameter_rules import NO_WEIGHT_DECAY
 
@@ -28,9 +29,17 @@ class OptimizerConfig:
     distributed: bool = option("cut optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer)", True)
     no_weight_decay: tuple[str, ...] = option("parameters without weight decay, as patterns on Hugging Face names (Megatron's rule: vectors)",
                                               NO_WEIGHT_DECAY)
+    overlap_grad_reduce: bool = option("reduce gradients over data-parallel ranks while the backward pass still computes; wants distributed: false", False)
+    bucket_size: int | None = option("parameters reduced at a time under overlap_grad_reduce; null: Megatron-Core's size (40 million or more)", None, low=1)
 
     def __post_init__(self) -> None:
         check_ranges(self, "optimizer")
+        if self.bucket_size is not None and not self.overlap_grad_reduce:
+            raise UserError(f"optimizer.bucket_size is {self.bucket_size}, but optimizer.overlap_grad_reduce is false, and all gradients are reduced at once; "
+                            "set it to true or remove the key")
+        if self.overlap_grad_reduce and self.distributed:
+            raise UserError("optimizer.overlap_grad_reduce is true with optimizer.distributed: Megatron-Core 0.16 pads each bucket, and its checkpoints of "
+                            "several padded buckets lose optimizer state; set optimizer.distributed=false or optimizer.overlap_grad_reduce=false")
 
 
 @dataclass(frozen=True)
